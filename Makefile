@@ -1,0 +1,1 @@
+# Two commands set everything up on a fresh machine: `make demo` and `make test`.
