@@ -1,9 +1,9 @@
 """The recipe: what one run converts, trains and reads, as frozen pydantic models (no torch here).
 
 Notable:
-- a recipe is a list of stages; a stage is what trains, against which loss, at which length, with which optimiser;
+- a recipe is a list of stages: what trains, against which loss, at which length, with which optimiser;
 - a value left `null` in `conversion` takes the default of its feature map's method (`Conversion.resolve`);
-- every error of a recipe is reported at once, each with field, value, reason and nearest valid name (`recipe_io`).
+- all errors of a recipe are reported at once: field, value, reason and nearest valid name (`recipe_io`).
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 FeatureMap = Literal["relu_dense", "relu", "hedgehog", "t2r", "elu", "identity"]
 RopePosition = Literal["before", "after"]
@@ -47,7 +48,7 @@ class _Method(NamedTuple):
     decay: Decay
 
 
-# SUPRA (arXiv 2405.06640): RoPE after φ, ALiBi-type decay, GroupNorm. RetNet's for identity. The rest normalise.
+# SUPRA (arXiv 2405.06640): RoPE after φ, ALiBi-type decay, GroupNorm; identity: RetNet; the rest normalise.
 _METHODS: dict[str, _Method] = {
     "relu_dense": _Method("after", "group_norm", "alibi"),
     "relu": _Method("after", "group_norm", "alibi"),
@@ -84,7 +85,7 @@ class Conversion(_Section):
             }
         )
 
-    # Validators see only the fields above theirs, and only the valid ones: so each field reports its own conflict.
+    # Validators see the valid ones of the fields above theirs: so each field reports its own conflict.
     @field_validator("decay_shared")
     @classmethod
     def _shared_needs_decay(cls, value: bool | None, info: ValidationInfo) -> bool | None:
@@ -125,7 +126,7 @@ def _effective(field: str, data: dict[str, Any]) -> str | None:
 
 
 class Data(_Section):
-    """Where text comes from. A source is a path, a glob, `package:NAME/inside/*.txt` or a `datasets` name[:config]."""
+    """Where text comes from: a path, a glob, `package:NAME/inside/*.txt` or a `datasets` name[:config]."""
 
     train: tuple[str, ...] = Field(min_length=1)
     heldout: tuple[str, ...] = ()  # never trained on, even where `train` matches it too
@@ -138,7 +139,7 @@ class Data(_Section):
 
 
 class Optimizer(_Section):
-    """AdamW with a schedule over the stage's steps: linear warm-up, then cosine, linear or constant to lr × min_lr_ratio."""
+    """AdamW; its rate warms up linearly, then follows the schedule down to lr × min_lr_ratio."""
 
     lr: Annotated[Real, Field(gt=0)]
     new_lr_ratio: Annotated[Real, Field(gt=0)] = 1.0  # rate of the new parameters, as a multiple of lr
@@ -239,9 +240,9 @@ class Stage(_Section):
         if "total_tokens" in info.data and "tokens_per_step" in info.data:
             steps = info.data["total_tokens"] // info.data["tokens_per_step"]
             if value.warmup_steps and value.warmup_steps >= steps:
-                raise ValueError(
-                    f"warmup_steps {value.warmup_steps} does not end within the stage's {steps} steps"
-                )
+                message = f"must end within the stage's {steps} steps"
+                # The context carries the field, so that the report names it and not its whole section.
+                raise PydanticCustomError("in_field", message, {"field": "warmup_steps"})  # type: ignore[arg-type]
         return value
 
     @field_validator("lora")
@@ -253,7 +254,7 @@ class Stage(_Section):
 
 
 class Recipe(_Section):
-    """One documented run. The prose fields say what it does, where it comes from, what it costs and should give."""
+    """One documented run; the prose fields say what it does, its source, its cost and what to expect."""
 
     name: str = Field(min_length=1)
     description: str = ""

@@ -220,6 +220,9 @@ def _problems(error: ValidationError, model: type[BaseModel], raw: dict[str, Any
 
 def _problem(entry: dict[str, Any], root: type[BaseModel], raw: dict[str, Any]) -> Problem:
     loc: tuple[Any, ...] = entry["loc"]
+    if entry["type"] == "in_field":
+        loc = (*loc, entry["ctx"]["field"])
+        entry["input"] = entry["input"].get(loc[-1]) if isinstance(entry["input"], dict) else None
     path = ".".join(str(part) for part in _named(loc, raw))
     value = "" if entry["type"] == "missing" else _short(entry["input"])
     if entry["type"] == "extra_forbidden":
