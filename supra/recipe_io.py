@@ -41,13 +41,13 @@ def locate(path_or_name: str | Path) -> Path:
     path, text = Path(path_or_name), str(path_or_name)
     if path.is_file():
         return path
+    names = [shipped.stem for shipped in sorted(shipped_folder().glob("*.yaml"))]
+    if text in names:
+        return shipped_folder() / f"{text}.yaml"
     if path.is_dir():
         raise UserError(
             f"recipe {text}", "it is a folder, not a recipe file", "Give the YAML file or a shipped name."
         )
-    names = [shipped.stem for shipped in sorted(shipped_folder().glob("*.yaml"))]
-    if text in names:
-        return shipped_folder() / f"{text}.yaml"
     hint = nearest(path.stem, names)
     known = f"Shipped recipes: {', '.join(names)}."
     looks_like_path = path.suffix in (".yaml", ".yml") or len(path.parts) > 1
@@ -211,11 +211,15 @@ def _report(name: str, problems: list[Problem]) -> UserError:
     if len(unique) == 1:
         return UserError(name, str(unique[0]), "Correct this field.")
     lines = "".join(f"\n  {problem}" for problem in unique)
-    return UserError(name, f"{len(unique)} errors:{lines}\n", "Correct these fields.")
+    return UserError(name, f"{len(unique)} errors", f"Correct these fields:{lines}")
 
 
 def _problems(error: ValidationError, model: type[BaseModel], raw: dict[str, Any]) -> list[Problem]:
-    return [_problem(dict(entry), model, raw) for entry in error.errors(include_url=False)]
+    entries = [dict(entry) for entry in error.errors(include_url=False)]
+    # A list whose entries are all invalid is reported as too short as well: that is not the user's mistake.
+    return [
+        _problem(entry, model, raw) for entry in entries if entry["type"] != "too_short" or not entry["input"]
+    ]
 
 
 def _problem(entry: dict[str, Any], root: type[BaseModel], raw: dict[str, Any]) -> Problem:
@@ -256,6 +260,7 @@ _REASONS = {
     "int_type": "must be a whole number",
     "float_type": "must be a number",
     "too_short": "must hold at least {min_length}",
+    "too_long": "must hold at most {max_length}",
 }
 
 
@@ -269,15 +274,15 @@ def _reason(entry: dict[str, Any]) -> str:
 def _unknown_field(name: str, model: type[BaseModel] | None, root: type[BaseModel]) -> str:
     """Say what the field may have been: a sibling spelt nearly so, or one that lives in another section."""
     siblings = list(model.model_fields) if model else []
+    sections = [section for section, inner in _sections(root) if name in inner.model_fields]
+    if sections:
+        return f"unknown field here; it belongs in {' or '.join(f'`{section}`' for section in sections)}"
     hint = nearest(name, siblings)
-    if hint:
-        return f"unknown field; did you mean `{hint}`?"
-    elsewhere = [
-        section for section, inner in _sections(root) if name in inner.model_fields and inner is not model
-    ]
-    if elsewhere:
-        return f"unknown field here; it belongs in {' or '.join(f'`{section}`' for section in elsewhere)}"
-    return f"unknown field; known here: {', '.join(siblings)}"
+    return (
+        f"unknown field; did you mean `{hint}`?"
+        if hint
+        else f"unknown field; known here: {', '.join(siblings)}"
+    )
 
 
 def _sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
