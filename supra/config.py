@@ -63,10 +63,10 @@ class Conversion(_Section):
     """How softmax attention becomes linear; `null` = the default of the feature map's method."""
 
     feature_map: FeatureMap = "relu_dense"
-    rope: RopePosition | None = None
+    norm: Norm | None = None
+    rope: RopePosition | None = Field(default=None, validate_default=True)
     decay: Decay | None = None
     decay_shared: bool | None = None
-    norm: Norm | None = None
     norm_affine: bool | None = None
     window: Annotated[Count, Field(ge=0)] | None = None
     keep_softmax: tuple[Annotated[Count, Field(ge=0)], ...] = ()
@@ -100,6 +100,16 @@ class Conversion(_Section):
             raise ValueError(
                 "identity features can be negative, so their denominator can be zero: use group_norm"
             )
+        return value
+
+    @field_validator("rope")
+    @classmethod
+    def _denominator_needs_rope_before(
+        cls, value: RopePosition | None, info: ValidationInfo
+    ) -> RopePosition | None:
+        rope = _effective("rope", {**info.data, "rope": value})
+        if rope == "after" and _effective("norm", info.data) == "denominator":
+            raise ValueError("RoPE after the features lets the denominator change sign: set rope to before")
         return value
 
     @field_validator("norm_affine")

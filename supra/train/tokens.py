@@ -1,0 +1,168 @@
+"""Tokenises the texts once into a file of token ids that every later run maps into memory."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import xxhash
+
+from supra.config import Data
+from supra.errors import SupraError, UserError
+from supra.train.sources import Source, find_sources, read_documents
+
+_FORMAT = 1  # part of the cache key: raise it when the file's meaning changes
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """Token ids of all documents end to end.
+
+    `tokens` [total] uint16 or uint32 (memory-mapped); `offsets` [num_documents + 1] int64: the starts, and the end.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    key: str
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.offsets) - 1
+
+
+def cache_folder() -> Path:
+    """`$SUPRA_CACHE`, or `~/.cache/supra`."""
+    return Path(os.environ.get("SUPRA_CACHE") or Path.home() / ".cache" / "supra")
+
+
+def load_tokens(
+    data: Data, tokenizer: Any, *, which: str = "train", report: Callable[[str], None] | None = None
+) -> TokenStore:
+    """The tokens of the training (or `heldout`) sources: from the cache, or tokenised now and cached.
+
+    Each document ends with the tokenizer's eos token, if it has one.
+
+    Raises:
+        UserError: sources are missing, unreadable or hold no text.
+        SupraError: the cache cannot be written.
+    """
+    train, heldout = find_sources(data)
+    sources = train if which == "train" else heldout
+    key = _key(sources, data, tokenizer)
+    folder = cache_folder() / "tokens" / key
+    if not (folder / "meta.json").exists():
+        if report:
+            report(f"tokenising {len(sources)} sources")
+        _write(folder, sources, data, tokenizer)
+    return _open(folder, key)
+
+
+def _open(folder: Path, key: str) -> TokenStore:
+    meta = json.loads((folder / "meta.json").read_text())
+    tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
+    offsets = np.load(folder / "offsets.npy")
+    if len(tokens) != meta["num_tokens"] or offsets[-1] != meta["num_tokens"]:
+        raise SupraError(str(folder), "the cached tokens are damaged", "Delete that folder and run again.")
+    return TokenStore(tokens, offsets, key)
+
+
+def _write(folder: Path, sources: list[Source], data: Data, tokenizer: Any) -> None:
+    """Write beside, then rename: a crash leaves no half cache, and of two processes the first one wins."""
+    partial = folder.with_name(f"{folder.name}.partial.{os.getpid()}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder.parent)
+        partial.mkdir()
+        try:
+            _tokenise(partial, sources, data, tokenizer)
+            try:
+                os.rename(partial, folder)
+            except OSError:
+                if not (folder / "meta.json").exists():
+                    raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        mend = "Free some space, or set SUPRA_CACHE to a writable folder."
+        raise SupraError(str(folder.parent), f"tokens cannot be cached ({error.strerror})", mend) from None
+
+
+def _tokenise(folder: Path, sources: list[Source], data: Data, tokenizer: Any) -> None:
+    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+    offsets, total = [0], 0
+    with open(folder / "tokens.bin", "wb") as file:
+        for ids in _encode(_all_documents(sources, data), tokenizer):
+            if data.max_tokens is not None:
+                ids = ids[: data.max_tokens - total]
+            file.write(np.asarray(ids, dtype=dtype).tobytes())
+            total += len(ids)
+            offsets.append(total)
+            if total == data.max_tokens:
+                break
+        file.flush()
+        os.fsync(file.fileno())
+    if total == 0:
+        raise UserError(
+            "data", f"{len(sources)} sources hold no text", "Check data.train and data.text_field."
+        )
+    np.save(folder / "offsets.npy", np.asarray(offsets, dtype=np.int64))
+    meta = {"dtype": dtype.name, "num_tokens": total, "sources": [source.where for source in sources]}
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def _all_documents(sources: list[Source], data: Data) -> Iterator[str]:
+    for source in sources:
+        yield from read_documents(source, data)
+
+
+def _encode(documents: Iterator[str], tokenizer: Any) -> Iterator[list[int]]:
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    while batch := list(islice(documents, 64)):
+        # verbose=False: a document longer than the model's context is meant to be cut by the packing
+        for ids in tokenizer(batch, add_special_tokens=True, verbose=False)["input_ids"]:
+            yield ids if ids[-1:] == end else ids + end
+
+
+def _key(sources: list[Source], data: Data, tokenizer: Any) -> str:
+    """Hash of all that decides the tokens: tokenizer, file contents, reading options."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = (
+        backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    )
+    options = data.model_dump(include={"text_field", "split", "unwrap", "max_tokens"})
+    parts = [_FORMAT, hashlib.sha256(vocabulary.encode()).hexdigest(), tokenizer.eos_token_id, options]
+    parts += [[source.kind, _fingerprint(source)] for source in sources]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _fingerprint(source: Source) -> str:
+    if source.kind == "dataset":
+        return source.where
+    path = Path(source.where)
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    digest = xxhash.xxh3_128()
+    for file in files:
+        try:
+            with open(file, "rb") as stream:
+                while block := stream.read(1 << 22):
+                    digest.update(block)
+        except OSError as error:
+            raise UserError(
+                str(file), f"cannot be read ({error.strerror})", "Check its permissions."
+            ) from None
+    return digest.hexdigest()
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Partial caches whose process is gone."""
+    for partial in folder.glob("*.partial.*"):
+        pid = partial.name.rsplit(".", 1)[-1]
+        if pid == str(os.getpid()) or (pid.isdigit() and not psutil.pid_exists(int(pid))):
+            shutil.rmtree(partial, ignore_errors=True)
