@@ -1,0 +1,1 @@
+"""Evaluation of a converted model beside its teacher and its own ablations."""

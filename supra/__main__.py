@@ -1,0 +1,5 @@
+"""`python -m supra` is the `supra` command."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,352 @@
+"""The `supra` command: thin functions over the library; nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from . import __version__
+from .errors import SupraError, UserError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    help="Turn pretrained Llama and Mistral checkpoints into RNNs that generate in constant memory.",
+    epilog="Start with: supra demo · or: supra inspect MODEL, supra convert MODEL -o OUT, supra train RECIPE",
+)  # fmt: skip
+recipes_app = typer.Typer(no_args_is_help=True, help="List, show, copy and check recipes.")
+app.add_typer(recipes_app, name="recipes")
+
+Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON on stdout.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda[:N].")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Backend = Annotated[str, typer.Option(help="Kernel backend: auto, torch or reference.")]
+Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.", min=0)]
+
+
+def say(text: str) -> None:
+    """Chatter goes to stderr, so that stdout holds results only."""
+    typer.echo(text, err=True)
+
+
+def show(renderable: Any, *, on_stdout: bool = True) -> None:
+    """Print a rich renderable at the terminal's width, or at 100 columns into a file."""
+    from rich.console import Console
+
+    console = Console(stderr=not on_stdout, width=None if sys.stdout.isatty() else 100)
+    console.print(renderable)
+
+
+def set_threads(threads: int) -> None:
+    """Fix torch's thread count before any work."""
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Options before the command."""
+    if debug:
+        os.environ["SUPRA_DEBUG"] = "1"
+    if version:
+        typer.echo(f"supra {__version__}")
+        raise typer.Exit
+
+
+ConversionRecipe = Annotated[str | None, typer.Option("--recipe", help="A recipe's conversion: a name or a YAML file.")]
+FeatureMap = Annotated[
+    str | None, typer.Option(help="relu_dense, relu, hedgehog, t2r, elu or identity; its method sets the other defaults.")
+]
+Rope = Annotated[str | None, typer.Option(help="RoPE before or after the feature map.")]
+Decay = Annotated[str | None, typer.Option(help="none, alibi, retnet or learned.")]
+DecayShared = Annotated[bool | None, typer.Option(help="One decay per key/value head: the state is kept per KV head.")]
+Norm = Annotated[str | None, typer.Option(help="group_norm or denominator.")]
+NormAffine = Annotated[bool | None, typer.Option(help="Learned scale and shift after group_norm.")]
+Window = Annotated[int | None, typer.Option(help="Exact softmax over this many last tokens; 0 for none.")]
+KeepSoftmax = Annotated[str | None, typer.Option(help="Layers left as softmax: 0,5,11 or all.")]
+AllowPickle = Annotated[bool, typer.Option(help="Accept .bin weights, read without running code in them.")]
+
+
+def build_conversion(recipe: str | None, **options: Any) -> tuple[Any, str]:
+    """The conversion asked for, and its YAML: a recipe's (preset `hedgehog-window` if none), changed by options.
+
+    Naming a feature map without a recipe starts from that method's own defaults.
+    """
+    from . import config
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if recipe is None and "feature_map" in given:
+        return config.conversion_from_options(given)
+    base = config.load(recipe or "hedgehog-window", [])
+    return config.conversion_from_options({**base.conversion.model_dump(exclude_none=True), **given})
+
+
+@app.command()
+def inspect(
+    source: Annotated[str, typer.Argument(help="A Hugging Face folder, a hub id or a .gguf file.")],
+    recipe: ConversionRecipe = None, feature_map: FeatureMap = None, rope: Rope = None, decay: Decay = None,
+    decay_shared: DecayShared = None, norm: Norm = None, norm_affine: NormAffine = None, window: Window = None,
+    keep_softmax: KeepSoftmax = None, allow_pickle: AllowPickle = False, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Show what a conversion would keep, add and drop, and what it would cost; writes nothing."""
+    from .convert import make_plan
+
+    conversion, _ = build_conversion(
+        recipe, feature_map=feature_map, rope=rope, decay=decay, decay_shared=decay_shared, norm=norm,
+        norm_affine=norm_affine, window=window, keep_softmax=keep_softmax,
+    )  # fmt: skip
+    plan = make_plan(source, conversion, allow_pickle=allow_pickle)
+    print_plan(plan, as_json)
+    say(f"next: supra convert {source} -o OUT")
+
+
+def print_plan(plan: Any, as_json: bool) -> None:
+    """The plan as JSON or as tables, on stdout."""
+    if as_json:
+        typer.echo(plan.to_json())
+    else:
+        show(plan.render())
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A Hugging Face folder, a hub id or a .gguf file.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write; must not exist.")],
+    recipe: ConversionRecipe = None, feature_map: FeatureMap = None, rope: Rope = None, decay: Decay = None,
+    decay_shared: DecayShared = None, norm: Norm = None, norm_affine: NormAffine = None, window: Window = None,
+    keep_softmax: KeepSoftmax = None, allow_pickle: AllowPickle = False,
+    seed: Annotated[int, typer.Option(help="Seed of the new tensors.")] = 0,
+    overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
+    verify: Annotated[bool, typer.Option(help="Reload, compare hashes and run one forward.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Convert a checkpoint: teacher tensors are copied byte for byte, new ones added beside them."""
+    from .convert import execute, make_plan
+
+    conversion, recipe_yaml = build_conversion(
+        recipe, feature_map=feature_map, rope=rope, decay=decay, decay_shared=decay_shared, norm=norm,
+        norm_affine=norm_affine, window=window, keep_softmax=keep_softmax,
+    )  # fmt: skip
+    plan = make_plan(source, conversion, allow_pickle=allow_pickle)
+    if dry_run:
+        print_plan(plan, as_json)
+        say(f"next: supra convert {source} -o {out}")
+        return
+    if not as_json:
+        show(plan.render(), on_stdout=False)
+    result = execute(plan, out, seed=seed, recipe_yaml=recipe_yaml, overwrite=overwrite, verify=verify)
+    typer.echo(result.to_json() if as_json else str(out))
+    say(f"next: supra train hedgehog-window --model {out} -o runs/first")
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name or a YAML file.")],
+    model: Annotated[Path | None, typer.Option("--model", help="Folder that `supra convert` wrote.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Run folder: metrics, checkpoints, final model.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's last checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate tokens, time, memory and disk; train nothing.")] = False,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a field: stages.0.total_tokens=1e6.")] = None,
+    threads: Threads = 0,
+    as_json: Json = False,
+) -> None:
+    """Train a converted model by a recipe; kill it at any time and go on with --resume."""
+    from . import config
+
+    loaded = config.load(recipe, overrides or [])
+    if model is None:
+        raise UserError("--model", "is missing", "Give the folder that `supra convert` wrote")
+    run_dir = out or Path("runs") / loaded.name
+    set_threads(threads)
+    from . import train as training
+
+    if dry_run:
+        estimate = training.dry_run(loaded, model, run_dir)
+        if as_json:
+            typer.echo(estimate.to_json())
+        else:
+            show(estimate.render())
+        say(f"next: supra train {recipe} --model {model} -o {run_dir}")
+        return
+    final = training.run_training(loaded, model, run_dir, resume=resume)
+    typer.echo(json.dumps({"model": str(final), "run": str(run_dir)}) if as_json else str(final))
+    say(f"next: supra generate {final} 'Once upon a time' · supra eval {final} --teacher TEACHER --data FILE")
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(help="A converted model's folder, or a teacher's.")],
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; - reads stdin.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="Read the prompt from a file, however long.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    chunk_tokens: Annotated[int, typer.Option(help="Prefill chunk in tokens.", min=1)] = 512,
+    device: Device = "auto", dtype: Dtype = "float32", backend: Backend = "auto", threads: Threads = 0,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Continue a prompt, streaming; memory stays constant however long the prompt is."""
+    from .textio import read_prompt
+
+    text = read_prompt(prompt, file)
+    set_threads(threads)
+    from .generate import Sampling, stream
+    from .loading import load_model
+
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
+    sampling.check()
+    loaded = load_model(model, device=device, dtype=dtype, backend=backend)
+    say(loaded.describe())
+    pieces = []
+    for piece in stream(loaded.model, loaded.tokenizer, text, sampling, chunk_tokens=chunk_tokens, chat=chat):
+        pieces.append(piece)
+        if not as_json:
+            typer.echo(piece, nl=False)
+    typer.echo(json.dumps({"prompt": text, "continuation": "".join(pieces)}) if as_json else "")
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="A converted model's folder.")],
+    data: Annotated[list[str], typer.Option("--data", help="Held-out text: files, globs or package:NAME/path.")],
+    teacher: Annotated[Path | None, typer.Option("--teacher", help="The teacher, scored beside it.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens per block, each read from an empty state.", min=2)] = 1024,
+    max_tokens: Annotated[int, typer.Option(help="Score at most this many tokens, spread over the files.", min=2)] = 32768,
+    ablations: Annotated[bool, typer.Option(help="Also score the window alone and the linear part alone.")] = True,
+    device: Device = "auto", dtype: Dtype = "float32", backend: Backend = "auto", threads: Threads = 0,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Perplexity on held-out text: the student, its ablations and its teacher on the same tokens."""
+    set_threads(threads)
+    from supra_eval.perplexity import evaluate_folder
+
+    table = evaluate_folder(
+        model, data, teacher=teacher, length=length, max_tokens=max_tokens, ablations=ablations, device=device,
+        dtype=dtype, backend=backend, say=say,
+    )  # fmt: skip
+    if as_json:
+        typer.echo(table.to_json())
+    else:
+        show(table.render())
+    say(f"next: supra generate {model} 'Once upon a time'")
+
+
+@app.command()
+def doctor(threads: Threads = 0, as_json: Json = False) -> None:
+    """Versions, devices, and each kernel backend checked against the reference on this machine."""
+    set_threads(threads)
+    from .doctor import examine
+
+    report = examine()
+    if as_json:
+        typer.echo(report.to_json())
+    else:
+        show(report.render())
+    if not report.healthy:
+        raise SupraError("supra doctor", "a check failed (see above)", "Reinstall from constraints.txt")
+    say("next: supra demo")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the report.")] = Path("runs/demo"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a demo that was stopped.")] = False,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a field of the demo's recipe.")] = None,
+    threads: Threads = 2,
+) -> None:
+    """Convert a real Llama, train it for minutes, and measure what was lost and won."""
+    set_threads(threads)
+    from .demo import run_demo
+
+    report = run_demo(out, resume=resume, overrides=overrides or [], say=say)
+    typer.echo(str(report))
+    say(f"next: read {report} · supra generate {out}/train/model 'Once upon a time'")
+
+
+@recipes_app.command("ls")
+def recipes_ls(as_json: Json = False) -> None:
+    """List the shipped recipes."""
+    from . import recipes
+
+    rows = recipes.list_recipes()
+    if as_json:
+        typer.echo(json.dumps([{"name": row.name, "description": row.description} for row in rows]))
+        return
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        typer.echo(f"{row.name:<{width}}  {row.description.strip().splitlines()[0]}")
+    say("next: supra recipes show NAME")
+
+
+@recipes_app.command("show")
+def recipes_show(name: str) -> None:
+    """Print a recipe."""
+    from . import recipes
+
+    typer.echo(recipes.read_recipe(name), nl=False)
+    say(f"next: supra recipes cp {name} my.yaml")
+
+
+@recipes_app.command("cp")
+def recipes_cp(name: str, target: Path) -> None:
+    """Copy a recipe to change it."""
+    from . import recipes
+
+    recipes.copy_recipe(name, target)
+    typer.echo(str(target))
+    say(f"next: edit it, then: supra recipes validate {target}")
+
+
+@recipes_app.command("validate")
+def recipes_validate(
+    path: str, overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a field first.")] = None
+) -> None:
+    """Check a recipe; every error is named at once."""
+    from . import config
+
+    loaded = config.load(path, overrides or [])
+    typer.echo(f"{path}: {len(loaded.stages)} stages, valid")
+    say(f"next: supra train {path} --model MODEL --dry-run")
+
+
+def report_failure(error: BaseException) -> int:
+    """Print one clear line for a failure and return the exit code."""
+    if isinstance(error, SupraError):
+        say(f"error: {error}")
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        say("stopped; a training run goes on with --resume")
+        return 128 + signal.SIGINT
+    if isinstance(error, MemoryError):
+        say("error: memory: there is not enough. Use a smaller length, micro_batch_size or dtype")
+        return 1
+    say(f"error: {type(error).__name__}: {error}. Run again as `supra --debug …` and report the traceback")
+    return 1
+
+
+def main() -> None:
+    """Run the command line; a failure is one line, and a traceback only under --debug."""
+    try:
+        app(standalone_mode=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (Exception, KeyboardInterrupt) as error:
+        if os.environ.get("SUPRA_DEBUG"):
+            raise
+        sys.exit(report_failure(error))

@@ -1,0 +1,128 @@
+"""Text generation with a converted model (or its teacher): chunked prefill, then one token at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; temperature 0 is greedy."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise a UserError that names the first value out of range."""
+        ranges = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "repetition_penalty": (self.repetition_penalty > 0, "more than 0"),
+        }
+        for name, (fits, allowed) in ranges.items():
+            if not fits:
+                option = name.replace("_", "-")
+                raise UserError(f"--{option} {getattr(self, name)}", "is out of range", f"Use a value {allowed}")
+
+
+@torch.inference_mode()
+def prefill(model: Any, input_ids: Tensor, chunk_tokens: int, cache: Any = None) -> tuple[Tensor, Any]:
+    """Read input_ids [B, T] in chunks, so that memory does not grow with T beyond the cache itself.
+
+    Returns the last position's logits [B, vocab] and the cache.
+    """
+    logits = None
+    for chunk in input_ids.split(chunk_tokens, dim=1):
+        output = model(chunk, cache=cache, use_cache=True, logits_to_keep=1)
+        logits, cache = output.logits[:, -1], output.cache
+    assert logits is not None
+    return logits, cache
+
+
+def stream(
+    model: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, chunk_tokens: int = 512, chat: bool = False
+) -> Iterator[str]:
+    """Yield the continuation of `prompt` piece by piece as it is generated.
+
+    Raises:
+        UserError: an empty prompt, a sampling value out of range, or a chat without a chat template.
+    """
+    from transformers import GenerationConfig, TextIteratorStreamer
+
+    sampling.check()
+    if chat:
+        if not tokenizer.chat_template:
+            raise UserError("--chat", "the model has no chat template", "Leave --chat out")
+        message = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    input_ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).input_ids.to(model.device)
+    if input_ids.shape[1] == 0:
+        raise UserError("the prompt", "is empty", "Give at least one token of text")
+    config = GenerationConfig(
+        max_new_tokens=sampling.max_new_tokens,
+        do_sample=sampling.temperature > 0,
+        temperature=sampling.temperature or None,
+        top_p=sampling.top_p if sampling.temperature else None,
+        top_k=sampling.top_k if sampling.temperature else None,
+        repetition_penalty=sampling.repetition_penalty,
+        eos_token_id=model.generation_config.eos_token_id,
+        bos_token_id=model.generation_config.bos_token_id,
+        pad_token_id=model.generation_config.pad_token_id or tokenizer.eos_token_id,
+    )
+    cache = None
+    if input_ids.shape[1] > 1:
+        # Everything but the last token in chunks; generate() then goes on from the cache.
+        _, cache = prefill(model, input_ids[:, :-1], chunk_tokens)
+    torch.manual_seed(sampling.seed)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            model.generate(input_ids, generation_config=config, cache=cache, streamer=streamer)
+        except BaseException as error:  # handed to the reader below, which raises it
+            failure.append(error)
+            streamer.end()
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    yield from streamer
+    thread.join()
+    if failure:
+        raise failure[0]
+
+
+@torch.inference_mode()
+def decode_time_ms(model: Any, input_ids: Tensor, num_steps: int, chunk_tokens: int = 512) -> tuple[float, int]:
+    """Median milliseconds per decoded token after the context input_ids [1, T], and the bytes its cache then holds."""
+    logits, cache = prefill(model, input_ids, chunk_tokens)
+    times_ms = []
+    for _ in range(num_steps):
+        start = time.perf_counter()
+        output = model(logits.argmax(-1, keepdim=True), cache=cache, use_cache=True)
+        times_ms.append((time.perf_counter() - start) * 1000)
+        logits, cache = output.logits[:, -1], output.cache
+    return sorted(times_ms)[num_steps // 2], cache_bytes(cache)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes that a cache of either kind of model holds: recurrent states and windows, or keys and values."""
+    if hasattr(cache, "num_bytes"):
+        return int(cache.num_bytes())
+    held = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)

@@ -1,0 +1,96 @@
+"""Opening a model folder for use: the checks, device and dtype that every command shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from supra_kernels import BackendError
+
+from .errors import SupraError, UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run, and what it runs on."""
+
+    model: Any
+    tokenizer: Any
+    device: str
+    dtype: str
+    backend: str
+    attention: str
+
+    def describe(self) -> str:
+        """One line naming what runs, for stderr."""
+        return f"device {self.device} · dtype {self.dtype} · backend {self.backend} · attention {self.attention}"
+
+
+def resolve_device(device: str) -> str:
+    """`auto` is the first CUDA device if there is one, otherwise the CPU.
+
+    Raises:
+        UserError: a device that this machine does not have.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" or (device.startswith("cuda") and torch.cuda.is_available()):
+        return device
+    reason = "torch sees no GPU" if device.startswith("cuda") else "there is no such device"
+    raise UserError(f"device {device!r}", reason, "Use --device cpu, or auto")
+
+
+def load_model(
+    path: Path, *, device: str = "auto", dtype: str = "float32", backend: str = "auto", tokenizer: bool = True
+) -> Loaded:
+    """Load a converted model, or a plain teacher, with its tokenizer.
+
+    Raises:
+        UserError: no model folder at `path`, an unknown dtype, device or backend.
+        SupraError: files that do not hold a whole model (missing or unexpected tensors).
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from . import models  # noqa: F401 - registers the converted model with the Auto classes
+
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r}", "is unknown", f"Choose one of {', '.join(DTYPES)}")
+    require_model_folder(path)
+    where = resolve_device(device)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=DTYPES[dtype], output_loading_info=True, local_files_only=True
+        )
+        loaded_tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True) if tokenizer else None
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise SupraError(str(path), f"could not be loaded: {error}", "Convert the teacher again") from error
+    except Exception as error:  # safetensors raises its own type, which derives from nothing narrower
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise SupraError(str(path), f"holds a damaged safetensors file: {error}", "Convert it again") from error
+    lost = sorted(report["missing_keys"]) + sorted(report["unexpected_keys"])
+    if lost:
+        raise SupraError(str(path), f"missing or unexpected tensors: {', '.join(lost[:5])}", "Convert it again")
+    model = model.to(where).eval()
+    runs = "none"
+    if isinstance(model, models.SupraForCausalLM):
+        try:
+            runs = model.set_backend(backend)
+        except BackendError as error:
+            raise UserError(f"backend {backend!r}", str(error), "See `supra doctor` for what runs here") from error
+    attention = model.config._attn_implementation
+    return Loaded(model, loaded_tokenizer, where, dtype, runs, attention)
+
+
+def require_model_folder(path: Path) -> None:
+    """Raise a UserError unless `path` is a folder with a config.json."""
+    if not path.exists():
+        raise UserError(str(path), "does not exist", "Give the folder that `supra convert` or `supra train` wrote")
+    if not path.is_dir():
+        raise UserError(str(path), "is a file, not a model folder", "Give the folder; convert a .gguf file first")
+    if not (path / "config.json").is_file():
+        raise UserError(str(path), "has no config.json, so it is no model folder", "Give the folder that holds config.json")

@@ -1,0 +1,258 @@
+"""The two kinds of attention in a converted model: the linear recurrent layer, and the teacher's softmax kept as it was.
+
+Symbols: B batch, T tokens, H query heads, G key/value heads, D head dim, K feature dim, V state's value dim, w window.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from supra_kernels import linear_attention, linear_attention_step, window_attention
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
+
+from .cache import RecurrentLayer, SupraCache
+from .configuration_supra import SupraConfig
+from .decay import build_decay
+from .feature_maps import build_feature_maps
+from .packing import Packing, delay_rows
+
+Ablation = Literal["window_only", "linear_only"]
+
+
+class WindowMix(nn.Module):
+    """How much one unit of linear weight counts against the softmax window, one learned value per query head.
+
+    With lse_i the log-sum-exp of the window's scores, the linear part enters the shared normaliser as
+    exp(w_h)·φ(q_i)·φ(k_j) against the window's exp(s_ij − lse_i). Kept in fp32.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads))
+
+    def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
+        return {"weight": torch.zeros(self.weight.shape[0])}
+
+    def forward(self, lse: Tensor) -> Tensor:
+        """Weight r [B, T, H] of the linear part from lse [B, T, H]."""
+        return self.weight.exp().expand(lse.shape)
+
+
+class SupraSoftmaxAttention(Qwen3Attention):
+    """A softmax layer kept as it was: bit for bit the teacher's, for every supported architecture.
+
+    Qwen3's attention is the widest of the family; what a teacher lacks (q_norm, biases) is taken out here.
+    """
+
+    def __init__(self, config: SupraConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        if not config.qk_norm:
+            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+        if config.attention_output_bias != config.attention_bias:
+            self.o_proj = nn.Linear(
+                self.o_proj.in_features, self.o_proj.out_features, bias=config.attention_output_bias
+            )
+
+
+def build_new_modules(config: SupraConfig) -> dict[str, nn.Module]:
+    """The modules of one linear layer that the teacher does not have, by attribute name."""
+    assert config.head_dim is not None
+    modules: dict[str, nn.Module] = build_feature_maps(config)
+    decay = build_decay(config)
+    if decay is not None:
+        modules["decay"] = decay
+    if config.attention_norm == "group_norm":
+        heads = config.num_attention_heads
+        modules["group_norm"] = nn.GroupNorm(
+            heads, heads * config.head_dim, eps=1e-5, affine=config.group_norm_affine
+        )
+    if config.window:
+        modules["window_mix"] = WindowMix(config.num_attention_heads)
+    return modules
+
+
+class SupraLinearAttention(nn.Module):
+    """Linear recurrent attention in the place of one softmax layer (arXiv 2405.06640, section 3).
+
+    The teacher's q/k/v/o projections (and q_norm/k_norm) keep their names; `build_new_modules` adds the rest.
+    `ablation` switches one branch off for measuring what it is worth; `backend` names the kernel backend.
+    """
+
+    def __init__(self, config: SupraConfig, layer_idx: int) -> None:
+        super().__init__()
+        assert config.head_dim is not None and config.num_key_value_heads is not None
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim, self.num_heads = config.head_dim, config.num_attention_heads
+        self.num_key_value_heads = config.num_key_value_heads
+        self.backend = "auto"
+        self.ablation: Ablation | None = None
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(hidden, self.num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden, bias=config.attention_output_bias)
+        if config.qk_norm:
+            self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        for name, module in build_new_modules(config).items():
+            self.add_module(name, module)
+
+    @property
+    def window(self) -> int:
+        """Softmax window in tokens; 0 under the `linear_only` ablation, which hands every token to the linear part."""
+        return 0 if self.ablation == "linear_only" else self.config.window
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        cache: SupraCache | None = None,
+        packing: Packing | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """hidden_states [B, T, hidden] -> ([B, T, hidden], None); pads and documents come in `packing`."""
+        batch_size, num_columns, _ = hidden_states.shape
+        q, k, v = self._project(hidden_states)
+        q, k, mapped_q, mapped_k = self._map_features(q, k, position_embeddings)
+        if packing is not None:
+            q, k, v, mapped_q, mapped_k = (packing.pack(x) for x in (q, k, v, mapped_q, mapped_k))
+        memory = None
+        if cache is not None:
+            memory = cache.layers[self.layer_idx]
+            assert isinstance(memory, RecurrentLayer)
+        output = self._attend(q, k, v, mapped_q, mapped_k, memory, packing, num_columns)
+        if packing is not None:
+            output = packing.unpack(output, batch_size, num_columns)
+        return self.o_proj(output.flatten(-2).to(hidden_states.dtype)), None
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden_states [B, T, hidden] -> q [B, T, H, D], k and v [B, T, G, D]."""
+        q, k, v = (
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def _map_features(
+        self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the rotated q and k [..., D] for the window, and φ(q), φ(k) [..., K] for the state."""
+        map_q = self.feature_map_q
+        map_k = self.feature_map_k if hasattr(self, "feature_map_k") else self.feature_map_q
+        if self.config.rope_position == "before":
+            q, k = _rotate(q, k, position_embeddings)
+            return q, k, map_q(q), map_k(k)
+        mapped_q, mapped_k = _rotate(map_q(q), map_k(k), position_embeddings)
+        return q, k, mapped_q, mapped_k
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mapped_q: Tensor,
+        mapped_k: Tensor,
+        memory: RecurrentLayer | None,
+        packing: Packing | None,
+        num_columns: int,
+    ) -> Tensor:
+        """Mix values by the window and the state; all [B or 1, T or total, heads, ·] -> [B or 1, T or total, H, D]."""
+        num_sequences = q.shape[0] if packing is None else packing.cu_seqlens.shape[0] - 1
+        past, valid = self._past_streams(memory, num_sequences, k, mapped_k, v)
+        new_past: tuple[Tensor, ...] = ()
+        window_part = None
+        if self.window:
+            window_part = window_attention(
+                q, k, v,
+                window=self.window, scale=self.head_dim**-0.5,
+                cu_seqlens=None if packing is None else packing.cu_seqlens,
+                past_k=past[0], past_v=past[2], past_valid=valid, backend=self.backend,
+            )  # fmt: skip
+            delay = delay_rows if packing is None else packing.delay
+            (k_delayed, past_k), (mapped_k, past_mapped_k), (v_delayed, past_v) = (
+                delay(stream, stream_past) for stream, stream_past in zip((k, mapped_k, v), past, strict=True)
+            )
+            del k_delayed
+            new_past, v = (past_k, past_mapped_k, past_v), v_delayed
+        if window_part is not None and self.ablation == "window_only":
+            output, state = window_part[0], mapped_k.new_zeros(num_sequences, 0)
+        else:
+            linear_part, state = self._linear(mapped_q, mapped_k, v, memory, packing)
+            output = self._normalise(linear_part, window_part)
+        if memory is not None:
+            lengths = num_columns if packing is None else packing.lengths
+            new_valid = (valid + lengths).clamp(max=self.window) if valid is not None else None
+            memory.store(num_columns, state, new_past, new_valid)
+        return output
+
+    def _past_streams(
+        self, memory: RecurrentLayer | None, num_sequences: int, k: Tensor, mapped_k: Tensor, v: Tensor
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """The last w keys, mapped keys and values before this segment (zeros at the start), and how many are real."""
+        if not self.window:
+            return (), None
+        if memory is not None and memory.is_initialized:
+            return memory.window_streams, memory.window_valid
+        past = tuple(x.new_zeros(num_sequences, self.window, *x.shape[2:]) for x in (k, mapped_k, v))
+        return past, torch.zeros(num_sequences, dtype=torch.int64, device=k.device)
+
+    def _linear(
+        self, mapped_q: Tensor, mapped_k: Tensor, v: Tensor, memory: RecurrentLayer | None, packing: Packing | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The linear part [.., H, V] in fp32 (its last column is the denominator if there is one), and the new state."""
+        log_decay = self.decay(mapped_k) if hasattr(self, "decay") else None
+        accumulate = torch.float64 if v.dtype == torch.float64 else torch.float32
+        v = v.to(accumulate)
+        scale = self.head_dim**-0.5
+        if self.config.attention_norm == "denominator":
+            # The normaliser is a column of values that are all 1. Where the window delays the stream, slots before
+            # the first token have φ(k) = 0, so their 1 counts nothing.
+            v, scale = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1), 1.0
+        initial_state = None if memory is None else memory.recurrent_state
+        if packing is None and v.shape[1] == 1 and initial_state is not None:
+            output, state = linear_attention_step(
+                mapped_q[:, 0], mapped_k[:, 0], v[:, 0], initial_state, log_decay, scale=scale, backend=self.backend
+            )
+            return output.unsqueeze(1), state
+        return linear_attention(
+            mapped_q, mapped_k, v, log_decay,
+            scale=scale, initial_state=initial_state, output_final_state=memory is not None,
+            cu_seqlens=None if packing is None else packing.cu_seqlens, backend=self.backend,
+        )  # fmt: skip
+
+    def _normalise(self, linear_part: Tensor, window_part: tuple[Tensor, Tensor] | None) -> Tensor:
+        """linear_part [.., H, V] and the window's (output [.., H, D], lse [.., H]) -> output [.., H, D]."""
+        if self.config.attention_norm == "group_norm":
+            flat = linear_part.flatten(0, 1).flatten(1)
+            weight, bias = self.group_norm.weight, self.group_norm.bias
+            normed = torch.nn.functional.group_norm(
+                flat, self.num_heads,
+                None if weight is None else weight.to(flat.dtype), None if bias is None else bias.to(flat.dtype),
+                self.group_norm.eps,
+            )  # fmt: skip
+            return normed.view(linear_part.shape)
+        numerator, denominator = linear_part[..., :-1], linear_part[..., -1:]
+        if window_part is None:
+            return numerator / denominator.clamp_min(1e-12)
+        output, lse = window_part
+        ratio = self.window_mix(lse).unsqueeze(-1)
+        return (output.to(numerator.dtype) + ratio * numerator) / (1 + ratio * denominator)
+
+
+def _rotate(q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """RoPE on q [B, T, H, K] and k [B, T, G, K]; features wider than a head are rotated D at a time."""
+    cos, sin = position_embeddings
+    pieces = q.shape[-1] // cos.shape[-1]
+    if pieces == 1:
+        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+    q_pieces, k_pieces = (x.unflatten(-1, (pieces, -1)) for x in (q, k))
+    q_rotated, k_rotated = apply_rotary_pos_emb(
+        q_pieces.flatten(2, 3), k_pieces.flatten(2, 3), cos, sin, unsqueeze_dim=2
+    )
+    return q_rotated.view(q.shape), k_rotated.view(k.shape)

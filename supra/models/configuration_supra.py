@@ -1,0 +1,177 @@
+"""The model's own truth: a Llama configuration plus what each linear layer is made of."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig
+
+FEATURE_MAPS = ("relu_dense", "relu", "hedgehog", "t2r", "elu", "identity")
+NON_NEGATIVE_FEATURE_MAPS = ("relu_dense", "relu", "hedgehog", "t2r", "elu")
+ROPE_POSITIONS = ("after", "before")
+DECAYS = ("none", "alibi", "retnet", "learned")
+ATTENTION_NORMS = ("group_norm", "denominator")
+LAYER_TYPES = ("linear_attention", "full_attention", "sliding_attention")
+# Frequencies of these move while the sequence grows; a recurrent state cannot be rotated again.
+MOVING_ROPE_TYPES = ("dynamic", "longrope")
+
+
+@strict
+class SupraConfig(LlamaConfig):
+    """Configuration of a converted model: the teacher's fields under their own names, and the linear layers'.
+
+    Every linear layer computes `o_i = Σ_{j≤i} γ^(i−j) (φ(q_i)·φ(k_j)) v_j` (arXiv 2405.06640, section 3) with
+
+    - `feature_map`: φ, one of `FEATURE_MAPS`; `rope_position` places RoPE `after` φ (SUPRA) or `before` it (LoLCATs);
+    - `decay`: `none`, `alibi` (γ_h = exp(−2^(−8(h+1)/H))), `retnet` (γ_h = 1 − 2^(−5−h)) or `learned`; with
+      `decay_shared` one value per key/value head, so that the state is kept per key/value head;
+    - `attention_norm`: `group_norm` (one group per head) or `denominator` (Σ_j φ(q_i)·φ(k_j));
+    - `window`: exact softmax over the last `window` tokens sharing the denominator with the linear part over the
+      older ones; 0 for none.
+
+    Raises:
+        ValueError: an unknown field or value, or a combination that has no meaning, each named.
+    """
+
+    model_type = "supra"
+
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    attention_output_bias: bool = False
+    qk_norm: bool = False
+    feature_map: str = "relu_dense"
+    rope_position: str = "after"
+    decay: str = "alibi"
+    decay_shared: bool = False
+    attention_norm: str = "group_norm"
+    group_norm_affine: bool = False
+    window: int = 0
+    teacher_model_type: str = "llama"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._refuse_misspelt(kwargs)
+        if self.layer_types is None:
+            self.layer_types = ["linear_attention"] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+        self._validate_linear_attention()
+
+    def validate_architecture(self) -> None:
+        """Heads need not divide `hidden_size` (Qwen3 sets `head_dim` on its own); key/value heads must divide heads."""
+        assert self.num_key_value_heads is not None
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) is not a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+
+    @property
+    def num_linear_layers(self) -> int:
+        """Number of layers with a recurrent state."""
+        assert self.layer_types is not None
+        return self.layer_types.count("linear_attention")
+
+    @property
+    def feature_dim(self) -> int:
+        """Width K of φ's output for one head."""
+        assert self.head_dim is not None
+        return 2 * self.head_dim if self.feature_map == "hedgehog" else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width V of the state's value side for one head: the normaliser is one more column."""
+        assert self.head_dim is not None
+        return self.head_dim + 1 if self.attention_norm == "denominator" else self.head_dim
+
+    @property
+    def num_state_heads(self) -> int:
+        """Number S of states a layer keeps: one per key/value head unless each query head has its own decay."""
+        assert self.num_key_value_heads is not None
+        per_kv_head = self.decay == "none" or self.decay_shared
+        return self.num_key_value_heads if per_kv_head else self.num_attention_heads
+
+    @classmethod
+    def from_teacher(cls, teacher: dict[str, Any], **linear: Any) -> SupraConfig:
+        """Build a configuration from the teacher's `config.json` and the linear layers' options.
+
+        The teacher's fields that mean the same in both are kept; `linear` holds fields of this class and wins.
+        """
+        own = {name for name in cls.__dataclass_fields__ if not name.startswith("_")}
+        shared = own | {"rope_theta", "rope_scaling", "torch_dtype"}
+        kept = {key: value for key, value in teacher.items() if key in shared and key not in ("model_type", "architectures")}
+        kept["teacher_model_type"] = teacher.get("model_type", "llama")
+        return cls(architectures=["SupraForCausalLM"], **{**kept, **linear})
+
+    def _refuse_misspelt(self, extra: dict[str, Any]) -> None:
+        own = [name for name in SupraConfig.__annotations__ if name != "model_type"]
+        for name in extra:
+            near = difflib.get_close_matches(name, own, n=1, cutoff=0.85)
+            if near:
+                raise ValueError(f"SupraConfig has no field {name!r}; did you mean {near[0]!r}?")
+
+    def _validate_linear_attention(self) -> None:
+        assert self.layer_types is not None and self.head_dim is not None
+        for field, allowed in (
+            ("feature_map", FEATURE_MAPS),
+            ("rope_position", ROPE_POSITIONS),
+            ("decay", DECAYS),
+            ("attention_norm", ATTENTION_NORMS),
+        ):
+            value = getattr(self, field)
+            if value not in allowed:
+                raise ValueError(f"{field}={value!r} is unknown; choose one of {', '.join(allowed)}")
+        unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
+        if unknown:
+            raise ValueError(f"layer_types holds {unknown}; choose among {', '.join(LAYER_TYPES)}")
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs")
+        if self.window < 0:
+            raise ValueError(f"window={self.window} is negative; 0 means no softmax window")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError("layer_types holds sliding_attention but sliding_window is not set")
+        if not self.num_linear_layers:
+            return
+        if self.attention_norm == "denominator":
+            if self.feature_map not in NON_NEGATIVE_FEATURE_MAPS:
+                raise ValueError(
+                    f"attention_norm='denominator' needs a non-negative feature map; {self.feature_map!r} is signed"
+                )
+            if self.rope_position == "after":
+                raise ValueError(
+                    "attention_norm='denominator' needs rope_position='before': RoPE after the feature map makes "
+                    "the denominator change sign"
+                )
+        if self.window and self.attention_norm != "denominator":
+            raise ValueError(
+                "window > 0 needs attention_norm='denominator': the softmax window shares its normaliser"
+            )
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        if rope_type in MOVING_ROPE_TYPES:
+            raise ValueError(
+                f"rope_type={rope_type!r} changes its frequencies while the sequence grows; a recurrent state "
+                "cannot be rotated again. Use linear, yarn or llama3 scaling"
+            )
+
+
+def recurrent_state_bytes(config: SupraConfig, batch_size: int = 1, window_bytes_per_element: int = 2) -> int:
+    """Bytes that generation keeps for the linear layers, whatever the context length.
+
+    The state [S, K, V] is fp32; the window's keys, mapped keys and values have the weights' dtype.
+    """
+    assert config.head_dim is not None and config.num_key_value_heads is not None
+    state = config.num_state_heads * config.feature_dim * config.value_dim * 4
+    per_token = config.num_key_value_heads * (2 * config.head_dim + config.feature_dim)
+    window = config.window * per_token * window_bytes_per_element
+    return batch_size * config.num_linear_layers * (state + window)
+
+
+def kv_cache_bytes(config: SupraConfig, num_tokens: int, bytes_per_element: int = 2, batch_size: int = 1) -> int:
+    """Bytes of the teacher's key/value cache after `num_tokens` tokens, all layers softmax (a sliding window caps it)."""
+    assert config.head_dim is not None and config.num_key_value_heads is not None
+    kept = min(num_tokens, config.sliding_window) if config.sliding_window else num_tokens
+    return batch_size * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * kept * bytes_per_element

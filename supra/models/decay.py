@@ -1,0 +1,70 @@
+"""The decay γ of a linear layer, always as `log_decay` = log γ in fp32."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .configuration_supra import SupraConfig
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """ALiBi's slopes s_h = 2^(−8(h+1)/H), interpolated as ALiBi does where H is no power of two (arXiv 2108.12409).
+
+    SUPRA decays by γ_h = exp(−s_h) (arXiv 2405.06640, section 3.2).
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    between = [2 ** (-8 * (head + 1) / (2 * power)) for head in range(0, 2 * power, 2)]
+    return slopes + between[: num_heads - power]
+
+
+def fixed_log_decay(kind: str, num_heads: int) -> Tensor:
+    """log γ [num_heads] in fp64 of the decays that are not learned: `alibi` or `retnet`."""
+    if kind == "alibi":
+        return -torch.tensor(alibi_slopes(num_heads), dtype=torch.float64)
+    # log1p: 1 − 2^(−5−h) rounds to 1 in fp32 from the 20th head on, and the head would never forget.
+    return torch.log1p(-torch.exp2(-5.0 - torch.arange(num_heads, dtype=torch.float64)))
+
+
+class FixedDecay(nn.Module):
+    """log γ [heads], computed from the configuration: nothing to store, load or lose."""
+
+    def __init__(self, kind: str, num_heads: int) -> None:
+        super().__init__()
+        self.kind, self.num_heads = kind, num_heads
+
+    def forward(self, like: Tensor) -> Tensor:
+        """Return log γ [heads] on the device of `like`, fp32 (fp64 where `like` is fp64)."""
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        return fixed_log_decay(self.kind, self.num_heads).to(device=like.device, dtype=dtype)
+
+
+class LearnedDecay(nn.Module):
+    """log γ_h = −softplus(w_h), one learned value per head, starting at ALiBi's; kept in fp32."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads))
+
+    def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
+        target = -fixed_log_decay("alibi", self.weight.shape[0])
+        return {"weight": torch.log(torch.expm1(target)).float()}
+
+    def forward(self, like: Tensor) -> Tensor:
+        """Return log γ [heads] in the parameter's precision."""
+        return -F.softplus(self.weight)
+
+
+def build_decay(config: SupraConfig) -> nn.Module | None:
+    """The decay of one layer, or None for γ = 1."""
+    if config.decay == "none":
+        return None
+    if config.decay == "learned":
+        return LearnedDecay(config.num_state_heads)
+    return FixedDecay(config.decay, config.num_state_heads)

@@ -1,0 +1,22 @@
+"""Shared by all tests: one CPU thread (two busy torch processes slow each other), no hub, tiny random models."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(int(os.environ.get("SUPRA_TEST_THREADS", "1")))
+settings.register_profile("supra", deadline=None, max_examples=20)
+settings.load_profile("supra")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)
