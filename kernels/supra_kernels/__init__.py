@@ -1,0 +1,19 @@
+"""Linear attention operators: one public API, several backends (see kernels/README.md)."""
+
+from supra_kernels.autograd import (
+    BackendError,
+    available_backends,
+    linear_attention,
+    linear_attention_step,
+    resolve_backend,
+    window_attention,
+)
+
+__all__ = [
+    "BackendError",
+    "available_backends",
+    "linear_attention",
+    "linear_attention_step",
+    "resolve_backend",
+    "window_attention",
+]

@@ -1,0 +1,151 @@
+"""The operators and their dispatch: the only file that knows backends.
+
+A backend is one entry of `BACKENDS`. `auto` takes the first entry of `AUTO_ORDER` that is available on the tensors' device; any
+other name is used as asked or refused with the reason. Nothing ever falls back silently.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from supra_kernels import reference
+from supra_kernels.chunk_torch import linear_attention_torch
+from supra_kernels.step import linear_attention_step_torch
+from supra_kernels.validate import check_linear_attention, check_step, check_window
+from supra_kernels.window import window_attention_torch
+
+
+class BackendError(ValueError):
+    """The backend asked for does not exist or cannot run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Implementations of the operators and `unavailable(device)`: why it cannot run (on that device, or at all if None)."""
+
+    linear_attention: Callable[..., tuple[Tensor, Tensor | None]]
+    linear_attention_step: Callable[..., tuple[Tensor, Tensor]]
+    window_attention: Callable[..., tuple[Tensor, Tensor]]
+    unavailable: Callable[[torch.device | None], str | None]
+
+
+def _everywhere(device: torch.device | None) -> str | None:
+    return None
+
+
+BACKENDS: dict[str, Backend] = {
+    "torch": Backend(linear_attention_torch, linear_attention_step_torch, window_attention_torch, _everywhere),
+    "reference": Backend(
+        reference.linear_attention_recurrent,
+        reference.linear_attention_step,
+        reference.window_attention,
+        _everywhere,
+    ),
+}
+# The reference is for tests: a quick program must never end up on it unasked.
+AUTO_ORDER = ("torch",)
+
+
+def available_backends() -> dict[str, str]:
+    """Every backend's name → "available", or the reason why it cannot run on this machine."""
+    return {name: backend.unavailable(None) or "available" for name, backend in BACKENDS.items()}
+
+
+def resolve_backend(name: str, device: torch.device | str) -> str:
+    """The backend that `name` means on `device`: itself, or for `auto` the first of `AUTO_ORDER` that can run there.
+
+    Raises BackendError, with the reason, if there is no such backend or it cannot run.
+    """
+    device = torch.device(device)
+    if name == "auto":
+        reasons = {each: BACKENDS[each].unavailable(device) for each in AUTO_ORDER}
+        for each, reason in reasons.items():
+            if reason is None:
+                return each
+        raise BackendError(f"no backend can run on {device}: " + "; ".join(f"{k}: {r}" for k, r in reasons.items()))
+    if name not in BACKENDS:
+        raise BackendError(f"there is no backend {name!r}; known: auto, {', '.join(BACKENDS)}")
+    reason = BACKENDS[name].unavailable(device)
+    if reason is not None:
+        raise BackendError(f"backend {name!r} cannot run on {device}: {reason}")
+    return name
+
+
+def _backend(name: str, q: Tensor) -> Any:
+    return BACKENDS[resolve_backend(name, q.device)]
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Causal linear attention `S_t = exp(log_decay_t) S_{t−1} + k_tᵀ v_t`, `o_t = scale · q_t S_t` → `(o, final state)`.
+
+    `q` `[B, T, H, K]`, `k` `[B, T, G, K]`, `v` `[B, T, G, V]` with H a multiple of G; `log_decay` ≤ 0, finite: None, `[H]`,
+    `[G]`, `[B, T, H]` or `[B, T, G]`. `o` `[B, T, H, V]` has `v`'s dtype. States `[N, S, K, V]` are fp32 (fp64 if an input
+    is), S = G if the decay is None or has G heads, else H, and N = B, or the number of sequences packed in a batch of one by
+    `cu_seqlens` (int64 `[N + 1]`). `chunk_size` None lets the backend choose. Differentiable once in `q, k, v, log_decay,
+    initial_state`, through `o` and the final state. Raises ValueError if shapes do not fit, BackendError as `resolve_backend`.
+    """
+    check_linear_attention(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
+    return _backend(backend, q).linear_attention(
+        q, k, v, log_decay, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens, chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """One token of `linear_attention` → `(o [B, H, V], state)`; the state is updated in place unless a gradient needs it.
+
+    `q` `[B, H, K]`, `k` `[B, G, K]`, `v` `[B, G, V]`, `state` `[B, S, K, V]`, `log_decay` None, `[H]`, `[G]`, `[B, H]` or `[B, G]`.
+    Use the returned state: the reference backend leaves the given one alone. Raises as `linear_attention`.
+    """
+    check_step(q, k, v, state, log_decay)
+    return _backend(backend, q).linear_attention_step(q, k, v, state, log_decay, scale=scale)
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    past_k: Tensor | None = None,
+    past_v: Tensor | None = None,
+    past_valid: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Exact causal softmax attention over the last `window` tokens, self included → `(o, lse)`.
+
+    `q` `[B, T, H, D]`, `k` `[B, T, G, D]`, `v` `[B, T, G, V]` → `o` `[B, T, H, V]` in `v`'s dtype and `lse` `[B, T, H]`, the log of
+    the softmax denominator, fp32 (fp64 if an input is). `past_k`, `past_v` `[N, P, G, ·]` are the keys just before the
+    segment, the newest last, of which the last `past_valid` int `[N]` are real (None: all). N and `cu_seqlens` as in
+    `linear_attention`. Memory is linear in T; differentiable once, through both outputs. Raises as `linear_attention`.
+    """
+    check_window(q, k, v, window, cu_seqlens, past_k, past_v, past_valid)
+    return _backend(backend, q).window_attention(
+        q, k, v, window=window, scale=scale, cu_seqlens=cu_seqlens, past_k=past_k, past_v=past_v, past_valid=past_valid
+    )
