@@ -1,0 +1,7 @@
+"""Conversion of a checkpoint: plan it (`make_plan`), then carry that very plan out (`execute`)."""
+
+from supra.convert.plan import Plan, make_plan
+from supra.convert.progress import progress_bar
+from supra.convert.write import ConversionResult, execute
+
+__all__ = ["ConversionResult", "Plan", "execute", "make_plan", "progress_bar"]

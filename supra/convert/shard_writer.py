@@ -1,0 +1,147 @@
+"""Streaming writer of one safetensors file, and the copy of one, both hashing what they write.
+
+Notable: nothing larger than one block is held in memory, and the hash is of the very bytes that reach the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from supra.convert.headers import TensorInfo
+from supra.errors import SupraError
+
+if TYPE_CHECKING:
+    import torch
+
+HASH_NAME = "xxh3_128"
+BLOCK_BYTES = 8 << 20
+OnBytes = Callable[[int], None]
+
+
+class Cancelled(Exception):
+    """Raised inside a copying thread once the conversion has been given up."""
+
+
+def header_bytes(tensors: Sequence[TensorInfo]) -> bytes:
+    """The header of a safetensors file that holds `tensors` one after the other, padded to 8 bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.num_bytes],
+        }
+        offset += tensor.num_bytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def file_bytes(tensors: Sequence[TensorInfo]) -> int:
+    """Size in bytes of the file that holds `tensors`."""
+    return len(header_bytes(tensors)) + sum(tensor.num_bytes for tensor in tensors)
+
+
+class ShardWriter:
+    """Context manager that writes `tensors`, in their order, to `path`; `digest` holds the hash once all are written."""
+
+    def __init__(self, path: Path, tensors: Sequence[TensorInfo], on_bytes: OnBytes) -> None:
+        self._path, self._tensors, self._on_bytes = path, tensors, on_bytes
+        self._next, self._hash = 0, xxhash.xxh3_128()
+
+    def __enter__(self) -> ShardWriter:
+        self._file = self._path.open("wb", buffering=0)
+        self._put(header_bytes(self._tensors))
+        return self
+
+    def write(self, name: str, blocks: Iterable[Any]) -> None:
+        """Write the next tensor, given as bytes-like blocks."""
+        expected = self._tensors[self._next]
+        assert name == expected.name, f"{name} came where {expected.name} was planned"
+        written = sum(self._put(block) for block in blocks)
+        assert written == expected.num_bytes, (
+            f"{name}: {written} bytes came where {expected.num_bytes} were planned"
+        )
+        self._next += 1
+
+    def _put(self, block: Any) -> int:
+        view = memoryview(block).cast("B")
+        self._hash.update(view)
+        total = len(view)
+        while len(view):
+            view = view[self._file.write(view) or 0 :]
+        self._on_bytes(total)
+        return total
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if error is None:
+            assert self._next == len(self._tensors), (
+                f"{len(self._tensors) - self._next} tensors were never written"
+            )
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+
+def copy_file(source: Path, target: Path, on_bytes: OnBytes, stop: threading.Event) -> str:
+    """Copy `source` to `target` byte for byte and return the hash of its bytes; Cancelled once `stop` is set."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
+    with source.open("rb", buffering=0) as reader, target.open("wb", buffering=0) as writer:
+        while count := reader.readinto(buffer):
+            if stop.is_set():
+                raise Cancelled
+            digest.update(buffer[:count])
+            view = buffer[:count]
+            while len(view):
+                view = view[writer.write(view) or 0 :]
+            on_bytes(count)
+    return digest.hexdigest()
+
+
+def hash_file(path: Path, on_bytes: OnBytes, stop: threading.Event) -> str:
+    """The hash of a file's bytes; Cancelled once `stop` is set."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
+    with path.open("rb", buffering=0) as reader:
+        while count := reader.readinto(buffer):
+            if stop.is_set():
+                raise Cancelled
+            digest.update(buffer[:count])
+            on_bytes(count)
+    return digest.hexdigest()
+
+
+def tensor_blocks(tensor: torch.Tensor) -> Iterable[memoryview]:
+    """The raw little-endian bytes of a CPU tensor, copying nothing when it is contiguous."""
+    import torch
+
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return (memoryview(flat.numpy().data),)
+
+
+def disk_error(error: OSError, path: Path) -> SupraError:
+    """The SupraError that names what the disk refused."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return SupraError(
+            str(path),
+            "the disk is full",
+            "Free some space or choose another disk with -o; nothing was left behind",
+        )
+    reason = error.strerror or str(error)
+    return SupraError(
+        error.filename or str(path),
+        f"reading or writing failed ({reason})",
+        "Check the disk and its permissions",
+    )

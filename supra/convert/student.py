@@ -1,0 +1,109 @@
+"""From a teacher's config.json and a Conversion to the student's configuration: the single place where one becomes the other."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from supra.architectures import Architecture, check, has_bias
+from supra.config import Conversion
+from supra.errors import UserError
+
+if TYPE_CHECKING:
+    from supra.models import SupraConfig
+
+
+def teacher_config(raw: dict[str, Any], where: str) -> tuple[Architecture, dict[str, Any]]:
+    """The architecture and config.json with the defaults of its own config class filled in; UserError when it is unfit."""
+    from transformers import AutoConfig
+
+    row = check(raw, where)
+    silenced = logging.getLogger("transformers.modeling_rope_utils")
+    level = silenced.level
+    try:
+        silenced.setLevel(logging.ERROR)
+        full = AutoConfig.for_model(**raw).to_dict()
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            where, f"transformers refuses it ({_first_line(error)})", "Correct config.json"
+        ) from None
+    finally:
+        silenced.setLevel(level)
+    if full.get("head_dim") is None:
+        full["head_dim"] = full["hidden_size"] // full["num_attention_heads"]
+    return row, full
+
+
+def softmax_layer_types(full: dict[str, Any]) -> list[str]:
+    """What each of the teacher's layers is: `full_attention` or `sliding_attention`."""
+    stated = full.get("layer_types")
+    if stated:
+        return list(stated)
+    kind = "sliding_attention" if full.get("sliding_window") else "full_attention"
+    return [kind] * int(full["num_hidden_layers"])
+
+
+def student_config(
+    full: dict[str, Any], row: Architecture, conversion: Conversion, dtype: str, where: str
+) -> SupraConfig:
+    """The student's configuration; UserError for a layer index or a combination that makes no sense.
+
+    `dtype` is the teacher's, as config.json names it; `conversion` is already resolved.
+    """
+    from supra.models import SupraConfig
+
+    layers = softmax_layer_types(full)
+    for index in conversion.keep_softmax:
+        if not 0 <= index < len(layers):
+            raise UserError(
+                f"keep_softmax: layer {index}",
+                f"the teacher's layers are 0 to {len(layers) - 1}",
+                "Name layers that exist",
+            )
+    kept = set(conversion.keep_softmax)
+    layer_types = [kind if i in kept else "linear_attention" for i, kind in enumerate(layers)]
+    try:
+        return SupraConfig.from_teacher(
+            full,
+            layer_types=layer_types,
+            sliding_window=full.get("sliding_window") if "sliding_attention" in layer_types else None,
+            attention_bias=has_bias(row.query_key_value_bias, full),
+            attention_output_bias=has_bias(row.output_bias, full),
+            qk_norm=row.query_key_norm,
+            dtype=dtype,
+            feature_map=conversion.feature_map,
+            rope_position=conversion.rope,
+            decay=conversion.decay,
+            decay_shared=conversion.decay_shared,
+            attention_norm=conversion.norm,
+            group_norm_affine=conversion.norm_affine,
+            window=conversion.window,
+        )
+    except (ValueError, TypeError) as error:
+        raise UserError(where, _first_line(error), "Change the conversion's options") from None
+
+
+def teacher_notes(full: dict[str, Any], config: SupraConfig) -> list[str]:
+    """What a reader should know about this teacher: its sliding window, its rotary scaling, its output layer."""
+    notes = []
+    sliding = softmax_layer_types(full).count("sliding_attention")
+    if sliding:
+        kept = (config.layer_types or []).count("sliding_attention")
+        notes.append(
+            f"sliding window of {full['sliding_window']:,} tokens in {sliding} layers of the teacher: dropped in the linear layers "
+            f"(they see everything older through the state), kept in {kept} softmax layers"
+        )
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type", "default") != "default":
+        notes.append(
+            f"rotary scaling {rope['rope_type']} (factor {rope.get('factor')}) kept: its frequencies are fixed"
+        )
+    if config.tie_word_embeddings:
+        notes.append("the output layer shares the embeddings, as in the teacher")
+    return notes
+
+
+def _first_line(error: Exception) -> str:
+    """The part of a validation error that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__).rstrip(".")
