@@ -18,11 +18,12 @@ from .configuration_supra import SupraConfig
 from .decay import build_decay
 from .feature_maps import build_feature_maps
 from .packing import Packing, delay_rows
+from .precision import KeepsFloat32
 
 Ablation = Literal["window_only", "linear_only"]
 
 
-class WindowMix(nn.Module):
+class WindowMix(KeepsFloat32):
     """How much one unit of linear weight counts against the softmax window, one learned value per query head.
 
     With lse_i the log-sum-exp of the window's scores, the linear part enters the shared normaliser as

@@ -35,10 +35,15 @@ class RecurrentLayer(CacheLayerMixin):
         self.window_valid: Tensor | None = None
 
     def store(
-        self, num_new_tokens: int, recurrent_state: Tensor, window_streams: tuple[Tensor, ...], window_valid: Tensor | None
+        self,
+        num_new_tokens: int,
+        recurrent_state: Tensor | None,
+        window_streams: tuple[Tensor, ...],
+        window_valid: Tensor | None,
     ) -> None:
         """Replace the memory after a segment of `num_new_tokens` columns."""
-        self.recurrent_state, self.window_streams, self.window_valid = recurrent_state, window_streams, window_valid
+        self.recurrent_state = None if recurrent_state is None else _compact(recurrent_state)
+        self.window_streams, self.window_valid = tuple(map(_compact, window_streams)), window_valid
         self.num_tokens += num_new_tokens
         self.is_initialized = True
 
@@ -124,3 +129,9 @@ class SupraCache(Cache):
                     storage = tensor.untyped_storage()
                     storages[storage.data_ptr()] = storage.nbytes()
         return sum(storages.values())
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """A copy where the tensor is a view of something larger: the last w tokens must not keep a whole prompt alive."""
+    held = tensor.untyped_storage().nbytes()
+    return tensor if held == tensor.numel() * tensor.element_size() else tensor.clone()

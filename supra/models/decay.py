@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .precision import KeepsFloat32
+
 if TYPE_CHECKING:
     from .configuration_supra import SupraConfig
 
@@ -45,7 +47,7 @@ class FixedDecay(nn.Module):
         return fixed_log_decay(self.kind, self.num_heads).to(device=like.device, dtype=dtype)
 
 
-class LearnedDecay(nn.Module):
+class LearnedDecay(KeepsFloat32):
     """log γ_h = −softplus(w_h), one learned value per head, starting at ALiBi's; kept in fp32."""
 
     def __init__(self, num_heads: int) -> None:

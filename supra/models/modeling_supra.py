@@ -17,7 +17,6 @@ from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
     LlamaPreTrainedModel,
     LlamaRMSNorm,
-    LlamaRotaryEmbedding,
 )
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -26,6 +25,7 @@ from .attention import Ablation, SupraLinearAttention, SupraSoftmaxAttention
 from .cache import SupraCache
 from .configuration_supra import SupraConfig
 from .packing import Packing, packing_from_boundaries, packing_from_mask, positions_from_boundaries
+from .precision import SupraRotaryEmbedding
 
 
 class SupraDecoderLayer(LlamaDecoderLayer):
@@ -68,7 +68,7 @@ class SupraModel(SupraPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(SupraDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.rotary_emb = SupraRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -110,7 +110,7 @@ class SupraModel(SupraPreTrainedModel):
             cache = None
         batch_size, num_columns = inputs_embeds.shape[:2]
         if position_ids is None:
-            position_ids = self._positions(batch_size, num_columns, cache, cu_seqlens, inputs_embeds.device)
+            position_ids = self._positions(inputs_embeds, attention_mask, cache, cu_seqlens)
         packing = self._packing(attention_mask, cu_seqlens, batch_size, num_columns)
         masks = self._softmax_masks(inputs_embeds, attention_mask, cache, position_ids)
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
@@ -130,16 +130,23 @@ class SupraModel(SupraPreTrainedModel):
 
     def _positions(
         self,
-        batch_size: int,
-        num_columns: int,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
         cache: SupraCache | None,
         cu_seqlens: Tensor | None,
-        device: torch.device,
     ) -> Tensor:
+        """Positions [B or 1, T], in each document from 0.
+
+        A feature map after RoPE sees absolute positions, so a model with linear layers does not count pads; one
+        without them counts columns as its teacher does.
+        """
+        batch_size, num_columns = inputs_embeds.shape[:2]
         if cu_seqlens is not None:
             return positions_from_boundaries(cu_seqlens, batch_size, num_columns)
         seen = cache.get_seq_length() if cache is not None else 0
-        return (torch.arange(num_columns, device=device) + seen).unsqueeze(0)
+        if self.config.num_linear_layers and attention_mask is not None and attention_mask.ndim == 2:
+            return (attention_mask.cumsum(1)[:, -num_columns:] - 1).clamp(min=0)
+        return (torch.arange(num_columns, device=inputs_embeds.device) + seen).unsqueeze(0)
 
     def _packing(
         self, attention_mask: Tensor | None, cu_seqlens: Tensor | None, batch_size: int, num_columns: int

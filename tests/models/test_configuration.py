@@ -30,7 +30,7 @@ def test_paper_preset_adds_the_papers_parameters(shape: dict[str, int], expected
         ({"decay": "alibbi"}, "decay"),
         ({"rope_position": "middle"}, "rope_position"),
         ({"attention_norm": "layer"}, "attention_norm"),
-        ({"layer_types": ["linear_attention", "mamba"]}, "layer_types"),
+        ({"layer_types": ["linear_attention", "chunked_attention"]}, "layer_types"),
         ({"layer_types": ["linear_attention"]}, "layer"),
         ({"window": -1}, "window"),
         ({"window": 8}, "window"),
