@@ -108,16 +108,29 @@ def stream(
 
 
 @torch.inference_mode()
-def decode_time_ms(model: Any, input_ids: Tensor, num_steps: int, chunk_tokens: int = 512) -> tuple[float, int]:
-    """Median milliseconds per decoded token after the context input_ids [1, T], and the bytes its cache then holds."""
-    logits, cache = prefill(model, input_ids, chunk_tokens)
-    times_ms = []
-    for _ in range(num_steps):
-        start = time.perf_counter()
-        output = model(logits.argmax(-1, keepdim=True), cache=cache, use_cache=True)
-        times_ms.append((time.perf_counter() - start) * 1000)
-        logits, cache = output.logits[:, -1], output.cache
-    return sorted(times_ms)[num_steps // 2], cache_bytes(cache)
+def decode_time_along(
+    model: Any, input_ids: Tensor, contexts: tuple[int, ...], num_steps: int, chunk_tokens: int = 512
+) -> list[tuple[int, float, int]]:
+    """Read input_ids [1, T] once, stopping at each of the rising `contexts` to decode `num_steps` tokens.
+
+    Returns for each context (tokens, median milliseconds per decoded token, bytes that the cache holds there).
+    """
+    rows: list[tuple[int, float, int]] = []
+    cache, read = None, 0
+    for context in contexts:
+        # The tokens decoded at earlier stops are in the cache too and count as context.
+        position = 0 if cache is None else cache.get_seq_length()
+        logits, cache = prefill(model, input_ids[:, read : read + context - position], chunk_tokens, cache)
+        read += context - position
+        num_bytes = cache_bytes(cache)
+        times_ms = []
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            output = model(logits.argmax(-1, keepdim=True), cache=cache, use_cache=True)
+            times_ms.append((time.perf_counter() - start) * 1000)
+            logits, cache = output.logits[:, -1], output.cache
+        rows.append((context, sorted(times_ms)[num_steps // 2], num_bytes))
+    return rows
 
 
 def cache_bytes(cache: Any) -> int:

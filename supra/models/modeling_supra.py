@@ -145,7 +145,7 @@ class SupraModel(SupraPreTrainedModel):
             return positions_from_boundaries(cu_seqlens, batch_size, num_columns)
         seen = cache.get_seq_length() if cache is not None else 0
         if self.config.num_linear_layers and attention_mask is not None and attention_mask.ndim == 2:
-            return (attention_mask.cumsum(1)[:, -num_columns:] - 1).clamp(min=0)
+            return (attention_mask.cumsum(1)[:, attention_mask.shape[1] - num_columns :] - 1).clamp(min=0)
         return (torch.arange(num_columns, device=inputs_embeds.device) + seen).unsqueeze(0)
 
     def _packing(
