@@ -25,7 +25,7 @@ _FORMAT = 1  # part of the cache key: raise it when the file's meaning changes
 class TokenStore:
     """Token ids of all documents end to end.
 
-    `tokens` [total] uint16 or uint32 (memory-mapped); `offsets` [num_documents + 1] int64: the starts, and the end.
+    `tokens` [total] uint16 or uint32 (memory-mapped); `offsets` [num_documents + 1] int64: their bounds.
     """
 
     tokens: np.ndarray

@@ -1,0 +1,172 @@
+"""The three losses, each running its own backward so that its peak memory is its own business.
+
+- attention: the teacher runs once without gradients; at each linear layer the student's attention gets the
+  same hidden states and its error goes back at once, so that one layer's activations live at a time;
+- kl, ce: the hidden states are projected to the vocabulary a few tokens at a time, forward and backward.
+
+B batch, T tokens, C tokens of a chunk, V vocabulary.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from supra.config import Stage
+from supra.models import SupraForCausalLM
+from supra.models.packing import packing_from_boundaries
+from supra.train.data import IGNORED, Batch
+
+_CHUNK_ELEMENTS = 1 << 24  # logits of one chunk: 64 MB in fp32
+
+
+class StageLoss:
+    """The loss of a stage: call it with a batch to accumulate gradients and get the loss back.
+
+    The value is the micro-batch's part of the step's mean: a step's values add up to its loss.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        student: SupraForCausalLM,
+        teacher: SupraForCausalLM | None,
+        accelerator: Accelerator,
+    ) -> None:
+        self.stage, self.student, self.teacher, self.accelerator = stage, student, teacher, accelerator
+
+    def __call__(self, batch: Batch, num_targets: int) -> Tensor:
+        """Accumulate d(sum over the batch / num_targets) and return that loss as a detached fp32 scalar."""
+        run = {"attention": self._attention, "kl": self._kl, "ce": self._ce}[self.stage.loss]
+        return run(batch, num_targets)
+
+    def num_targets(self, batches: list[Batch]) -> int:
+        """How many tokens of a step's batches the loss averages over."""
+        if self.stage.loss == "ce":
+            return max(1, sum(int((batch.labels != IGNORED).sum()) for batch in batches))
+        return sum(batch.input_ids.numel() for batch in batches)
+
+    def _backward(self, loss: Tensor) -> None:
+        # Accelerate divides by the number of accumulated micro-batches; these carry the step's mean already.
+        self.accelerator.backward(loss * self.accelerator.gradient_accumulation_steps)
+
+    def _attention(self, batch: Batch, num_targets: int) -> Tensor:
+        """Mean over the linear layers of |student − teacher|² / |teacher|² (LoLCATs, 2410.10254, eq. 6).
+
+        The division by the teacher's power makes layers weigh alike: outputs of late layers are far larger.
+        """
+        assert self.teacher is not None
+        probe = _AttentionProbe(self, batch, batch.input_ids.numel() / num_targets)
+        handles = probe.attach(self.teacher, self.student)
+        try:
+            with torch.no_grad(), self.accelerator.autocast():
+                self.teacher.model(**_inputs(batch))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return probe.total
+
+    def _kl(self, batch: Batch, num_targets: int) -> Tensor:
+        """KL(teacher ‖ student) of the next tokens at temperature τ, times τ² (Hinton, 1503.02531)."""
+        assert self.teacher is not None
+        teacher, temperature = self.teacher, self.stage.kl_temperature
+        with torch.no_grad(), self.accelerator.autocast():
+            target_hidden = teacher.model(**_inputs(batch)).last_hidden_state.flatten(0, 1)
+
+        def chunk_loss(hidden: Tensor, rows: slice) -> Tensor:
+            with torch.no_grad():
+                target = F.log_softmax(teacher.lm_head(target_hidden[rows]).float() / temperature, dim=-1)
+            logits = F.log_softmax(self.student.lm_head(hidden).float() / temperature, dim=-1)
+            divergence = F.kl_div(logits, target, log_target=True, reduction="sum")
+            return divergence * temperature**2 / num_targets
+
+        return self._through_the_head(batch, chunk_loss)
+
+    def _ce(self, batch: Batch, num_targets: int) -> Tensor:
+        """Next-token cross-entropy; a document's last token predicts nothing."""
+        labels = batch.labels.flatten()
+
+        def chunk_loss(hidden: Tensor, rows: slice) -> Tensor:
+            logits = self.student.lm_head(hidden).float()
+            return F.cross_entropy(logits, labels[rows], ignore_index=IGNORED, reduction="sum") / num_targets
+
+        return self._through_the_head(batch, chunk_loss)
+
+    def _through_the_head(self, batch: Batch, chunk_loss: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """Project, compare and go back chunk by chunk, then once through the body: never B·T·V logits."""
+        with self.accelerator.autocast():
+            body = self.student.model(**_inputs(batch)).last_hidden_state.flatten(0, 1)
+        leaf = body.detach().requires_grad_()
+        total = torch.zeros((), device=body.device)
+        chunk = max(1, _CHUNK_ELEMENTS // self.student.config.vocab_size)
+        for start in range(0, len(leaf), chunk):
+            rows = slice(start, start + chunk)
+            with self.accelerator.autocast():
+                loss = chunk_loss(leaf[rows], rows)
+            self._backward(loss)
+            total += loss.detach()
+        body.backward(gradient=leaf.grad)
+        return total
+
+
+class _AttentionProbe:
+    """Hooks on the teacher's linear-to-be attentions that train the student's as the teacher passes by."""
+
+    def __init__(self, owner: StageLoss, batch: Batch, share: float) -> None:
+        self.owner, self.batch = owner, batch
+        self.num_layers = owner.student.config.num_linear_layers
+        self.weight = share / self.num_layers
+        self.total = torch.zeros((), device=batch.input_ids.device)
+        config = owner.student.config
+        B, T = batch.input_ids.shape
+        self.packing = packing_from_boundaries(batch.cu_seqlens, B, T, config.window)
+        self.before_o_proj = owner.stage.attention_target == "before_o_proj"
+        self.seen: dict[str, Tensor] = {}
+
+    def attach(self, teacher: SupraForCausalLM, student: SupraForCausalLM) -> list[Any]:
+        handles = []
+        for theirs, ours in zip(teacher.model.layers, student.model.layers, strict=True):
+            if ours.layer_type != "linear_attention":
+                continue
+            hook = partial(self._compare, ours.self_attn)
+            handles.append(theirs.self_attn.register_forward_hook(hook, with_kwargs=True))
+            if self.before_o_proj:
+                handles.append(
+                    theirs.self_attn.o_proj.register_forward_pre_hook(partial(self._keep, "target"))
+                )
+                handles.append(ours.self_attn.o_proj.register_forward_pre_hook(partial(self._keep, "output")))
+        return handles
+
+    def _keep(self, key: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self.seen[key] = args[0]
+
+    def _compare(
+        self, ours: nn.Module, theirs: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        hidden_states = kwargs["hidden_states"]
+        target = self.seen.pop("target") if self.before_o_proj else output[0]
+        with torch.enable_grad():
+            attended, _ = ours(
+                hidden_states=hidden_states,
+                position_embeddings=kwargs["position_embeddings"],
+                packing=self.packing,
+            )
+            attended = self.seen.pop("output") if self.before_o_proj else attended
+            error = F.mse_loss(attended.float(), target.float())
+            loss = error / target.float().square().mean().clamp_min(1e-12) * self.weight
+            if loss.requires_grad:
+                self.owner._backward(loss)
+        self.total += loss.detach()
+
+
+def _inputs(batch: Batch) -> dict[str, Any]:
+    return {
+        "input_ids": batch.input_ids,
+        "position_ids": batch.position_ids,
+        "cu_seqlens": batch.cu_seqlens,
+        "use_cache": False,
+    }

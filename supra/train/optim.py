@@ -1,0 +1,49 @@
+"""AdamW and its learning rate as a pure function of the step."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from supra.config import Optimizer
+from supra.models import is_new_parameter
+
+
+def lr_multiplier(config: Optimizer, step: int, num_steps: int) -> float:
+    """Factor on the learning rate at `step` (0-based) of `num_steps`: linear warm-up, then the schedule.
+
+    The first step already moves (1/warmup), and the last step of a schedule runs at min_lr_ratio.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    progress = (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps)
+    fall = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * fall
+
+
+def build_optimizer(config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
+    """AdamW over named parameters; new ones at lr × new_lr_ratio, vectors without weight decay."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        groups.setdefault((is_new_parameter(name), parameter.ndim >= 2), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {
+                "params": members,
+                "base_lr": config.lr * (config.new_lr_ratio if new else 1.0),
+                "weight_decay": config.weight_decay if matrix else 0.0,
+            }
+            for (new, matrix), members in groups.items()
+        ],
+        lr=config.lr,
+        betas=config.betas,
+    )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, multiplier: float) -> None:
+    """Set each group's rate to its base rate × multiplier."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * multiplier

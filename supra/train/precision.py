@@ -1,0 +1,66 @@
+"""Which device and which arithmetic a run uses, said aloud."""
+
+import os
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from supra.config import Recipe
+from supra.errors import UserError
+
+
+class Precision(NamedTuple):
+    """`dtype` is that of matrix products (autocast); weights, gradients and moments stay fp32."""
+
+    dtype: torch.dtype
+    why: str
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} ({self.why})"
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto`: a GPU if there is one.
+
+    Raises:
+        UserError: a GPU is asked for and there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device cuda", "torch sees no GPU here", "Use --set device=cpu, or auto.")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def resolve_precision(dtype: str, device: torch.device) -> Precision:
+    """`auto`: bfloat16 where the hardware multiplies it natively (AMX on a CPU, Ampere or later on a GPU)."""
+    if dtype != "auto":
+        return Precision(getattr(torch, dtype), "chosen")
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return (
+            Precision(torch.bfloat16, "auto: native here")
+            if native
+            else Precision(torch.float32, "auto: no bf16")
+        )
+    # torch names no public check for AMX; without the tiles bf16 is slower than fp32 on a CPU.
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return Precision(torch.bfloat16, "auto: AMX") if has_amx else Precision(torch.float32, "auto: no AMX")
+
+
+def make_accelerator(recipe: Recipe) -> tuple[Accelerator, Precision]:
+    """Accelerate's view of this process: device, autocast, accumulation.
+
+    Raises:
+        UserError: the device is not here, or several processes were launched.
+    """
+    device = resolve_device(recipe.device)
+    precision = resolve_precision(recipe.dtype, device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "WORLD_SIZE", "training runs in one process", "Start it without a multi-process launcher."
+        )
+    # Accelerate keeps the first Accelerator's settings for the whole process; a second run may have others.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    mixed = "bf16" if precision.dtype == torch.bfloat16 else "no"
+    return Accelerator(cpu=device.type == "cpu", mixed_precision=mixed), precision

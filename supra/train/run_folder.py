@@ -1,0 +1,139 @@
+"""The folder of one run: made new or taken up again, never by two processes, never for another recipe."""
+
+import fcntl
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from supra import __version__
+from supra.config import Recipe, flatten
+from supra.errors import SupraError, UserError
+
+_MEBIBYTE = 1 << 20
+
+
+def fingerprint(model_dir: Path) -> str:
+    """Hash of a model folder: its configuration, and size, first and last MiB of every weight file."""
+    digest = xxhash.xxh3_128((model_dir / "config.json").read_bytes())
+    for path in sorted(model_dir.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with open(path, "rb") as stream:
+            digest.update(stream.read(_MEBIBYTE))
+            stream.seek(max(0, size - _MEBIBYTE))
+            digest.update(stream.read(_MEBIBYTE))
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers."""
+    names = ("torch", "transformers", "accelerate", "peft", "safetensors", "tokenizers")
+    found = {name: metadata.version(name) for name in names}
+    return {"supra": __version__, "python": platform.python_version(), **found}
+
+
+def check_new_or_resumed(run_dir: Path, resume: bool) -> None:
+    """Refuse a used folder without resume, and resume where there is no run.
+
+    Raises:
+        UserError: see above.
+    """
+    exists = run_dir.exists()
+    if exists and not run_dir.is_dir():
+        raise UserError(str(run_dir), "it is a file", "Choose a folder for the run.")
+    if resume and not (run_dir / "run.json").exists():
+        raise UserError(str(run_dir), "there is no run to resume", "Start it without --resume.")
+    if not resume and exists and any(run_dir.iterdir()):
+        raise UserError(str(run_dir), "it is not empty", "Continue with --resume, or choose another folder.")
+
+
+def open_run(run_dir: Path, recipe: Recipe, model_dir: Path, data_keys: dict[str, str]) -> "RunLock":
+    """Create the folder's `recipe.yaml` and `run.json`, or compare with those there; return its lock.
+
+    Raises:
+        UserError: the run there was started with another recipe, model or text, or another process is at it.
+        SupraError: the folder cannot be written.
+    """
+    now = {"model": fingerprint(model_dir), "data": data_keys, "recipe": recipe.decisive()}
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(run_dir)
+        if not (run_dir / "run.json").exists():
+            write_whole(run_dir / "recipe.yaml", recipe.to_yaml())
+            header = {"model_dir": str(model_dir.resolve()), "versions": versions()}
+            write_whole(run_dir / "run.json", json.dumps({**header, **now}, indent=1))
+            return lock
+    except OSError as error:
+        raise SupraError(
+            str(run_dir), f"cannot be written ({error.strerror})", "Choose another folder."
+        ) from None
+    try:
+        _compare(run_dir, now)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file beside, then rename it over `path`."""
+    beside = path.with_name(f".{path.name}.partial")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+class RunLock:
+    """An advisory lock on a run folder; the system drops it when the process dies, however it dies."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = open(run_dir / ".lock", "w")  # noqa: SIM115 - open as long as the run
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise UserError(
+                str(run_dir), "another process is training there", "Wait for it to end."
+            ) from None
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _compare(run_dir: Path, now: dict[str, Any]) -> None:
+    try:
+        then = json.loads((run_dir / "run.json").read_text())
+        changed = _changes(then["recipe"], now["recipe"])
+        model_changed, data_changed = then["model"] != now["model"], then["data"] != now["data"]
+    except (ValueError, KeyError, TypeError):
+        raise SupraError(
+            str(run_dir / "run.json"), "it is damaged", "Start anew in another folder."
+        ) from None
+    mend = "Undo the change, or start a new run in another folder."
+    if changed:
+        raise UserError(f"{run_dir}", f"the recipe changed since the run began: {'; '.join(changed)}", mend)
+    if model_changed:
+        raise UserError(f"{run_dir}", "the model to train changed since the run began", mend)
+    if data_changed:
+        names = [name for name, key in now["data"].items() if then["data"].get(name) != key]
+        raise UserError(
+            f"{run_dir}", f"the text or tokenizer changed since then (stage {', '.join(names)})", mend
+        )
+
+
+def _changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`field: old -> new` of each leaf that differs."""
+    then, now = flatten(then), flatten(now)
+    paths = list(dict.fromkeys([*then, *now]))
+    return [
+        f"{path}: {then.get(path, 'absent')!r} -> {now.get(path, 'absent')!r}"
+        for path in paths
+        if then.get(path, _ABSENT) != now.get(path, _ABSENT)
+    ]
+
+
+_ABSENT = object()

@@ -1,0 +1,144 @@
+"""One stage being trained: its step, and its state going to and coming from a checkpoint."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from supra.config import Recipe
+from supra.errors import SupraError
+from supra.models import SupraForCausalLM
+from supra.train import checkpoint
+from supra.train.data import Batch, PackedData
+from supra.train.losses import StageLoss
+from supra.train.optim import build_optimizer, lr_multiplier, set_lr
+from supra.train.teacher import without_adapters
+from supra.train.tokens import TokenStore
+from supra.train.trainable import enter_stage
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Figures of one optimiser step; `grad_norm` is before clipping."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+
+
+class StageRunner:
+    """Holds what trains, the optimiser and the data of stage number `index`.
+
+    Raises:
+        UserError: the model has nothing to train here, or the data is too short.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        index: int,
+        student: SupraForCausalLM,
+        teacher: SupraForCausalLM | None,
+        accelerator: Accelerator,
+        store: TokenStore,
+    ) -> None:
+        self.recipe, self.index, self.stage = recipe, index, recipe.stages[index]
+        self.student, self.accelerator = student, accelerator
+        self.data = PackedData(store, length=self.stage.length, seed=derived_seed(recipe.seed, index))
+        self.trainable = enter_stage(self.stage, student, teacher, derived_seed(recipe.seed, index, 1))
+        self.optimizer = accelerator.prepare(build_optimizer(self.stage.optimizer, self.trainable.parameters))
+        self.loss = StageLoss(self.stage, student, teacher, accelerator)
+        student.train()
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.stage.sequences_per_step // self.stage.micro_batch_size
+
+    def batches(self, step: int, limit: int | None = None) -> list[Batch]:
+        """The micro-batches of one step (the first `limit` of them)."""
+        first, size = step * self.stage.sequences_per_step, self.stage.micro_batch_size
+        numbers = range(self.num_micro_batches if limit is None else min(limit, self.num_micro_batches))
+        return [self.data.batch(first + n * size, size).to(self.accelerator.device) for n in numbers]
+
+    def train_step(self, step: int, limit: int | None = None) -> StepResult:
+        """One optimiser step, a pure function of the state and `step`.
+
+        Raises:
+            SupraError: the loss or the gradient is not finite; the weights are not touched then.
+        """
+        torch.manual_seed(derived_seed(self.recipe.seed, self.index, step, 2))  # of dropout
+        batches = self.batches(step, limit)
+        num_targets = self.loss.num_targets(batches)
+        self.accelerator.gradient_accumulation_steps = len(batches)
+        total = torch.zeros((), device=self.accelerator.device)
+        for batch in batches:
+            with self.accelerator.accumulate(self.student):
+                total += self.loss(batch, num_targets)
+        clip = self.stage.optimizer.grad_clip or math.inf
+        grad_norm = self.accelerator.clip_grad_norm_(list(self.trainable.parameters.values()), clip)
+        loss, norm = float(total), float(grad_norm) if grad_norm is not None else 0.0
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise self._not_finite(step, loss, norm, batches)
+        multiplier = lr_multiplier(self.stage.optimizer, step, self.stage.num_steps)
+        set_lr(self.optimizer, multiplier)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        num_tokens = sum(batch.input_ids.numel() for batch in batches)
+        return StepResult(loss, norm, self.stage.optimizer.lr * multiplier, num_tokens)
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """The optimiser's state by parameter name."""
+        return checkpoint.moments_of(self.optimizer.optimizer, self.trainable.parameters)
+
+    def adapters(self) -> dict[str, Tensor]:
+        """The adapters' weights by parameter name."""
+        return {name: p.data for name, p in self.trainable.parameters.items() if ".lora_" in name}
+
+    def restore(self, saved: checkpoint.Checkpoint) -> None:
+        """Take up adapters and optimiser where `saved` left them; the model's own tensors are in place."""
+        for name, parameter in self.trainable.parameters.items():
+            if ".lora_" in name:
+                parameter.data.copy_(saved.adapters[name])
+        checkpoint.restore_moments(self.optimizer.optimizer, self.trainable.parameters, saved.moments)
+
+    def close(self) -> None:
+        """Let go of the optimiser's memory, which Accelerate holds on to."""
+        self.student.requires_grad_(False)
+        self.student.eval()
+        self.accelerator.free_memory()
+        del self.optimizer
+
+    def _not_finite(self, step: int, loss: float, norm: float, batches: list[Batch]) -> SupraError:
+        rows = [f"{epoch}:{sequence}" for batch in batches for epoch, sequence in batch.sequence_ids]
+        shown = ", ".join(rows[:8]) + ("…" if len(rows) > 8 else "")
+        return SupraError(
+            f"stage {self.stage.name}, step {step + 1}",
+            f"loss {loss}, gradient norm {norm}; sequences (epoch:number) {shown}",
+            "Lower the learning rate or set grad_clip",
+        )
+
+
+def derived_seed(*parts: int) -> int:
+    """One seed out of several numbers, without the collisions that adding them has."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+
+
+def changed_tensors(student: SupraForCausalLM, ever_trained: set[str]) -> dict[str, Tensor]:
+    """The student's tensors, by plain name, that a stage has trained so far or trains now."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in student.named_parameters():
+        plain = without_adapters(name)
+        if ".lora_" not in name and (parameter.requires_grad or plain in ever_trained):
+            tensors[plain] = parameter.data
+    return tensors
+
+
+def put_tensors(student: SupraForCausalLM, tensors: dict[str, Tensor]) -> None:
+    """Give parameters new values in new memory: a teacher that shares the old memory keeps what it had."""
+    parameters: dict[str, nn.Parameter] = dict(student.named_parameters())
+    for name, tensor in tensors.items():
+        parameters[name].data = tensor.to(parameters[name].device, parameters[name].dtype)

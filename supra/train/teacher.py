@@ -1,0 +1,42 @@
+"""The teacher as the same network with every layer softmax, made of the student's own tensors."""
+
+import copy
+
+import torch
+from torch import nn
+
+from supra.models import SupraForCausalLM
+
+
+def build_teacher(student: SupraForCausalLM) -> SupraForCausalLM:
+    """A frozen teacher that shares every tensor with `student` (one copy in memory).
+
+    Must be called before the student trains anything but new parameters: what it shares is what it is.
+    """
+    config = copy.deepcopy(student.config)
+    softmax = "sliding_attention" if config.sliding_window else "full_attention"
+    config.layer_types = [
+        kind if kind != "linear_attention" else softmax for kind in config.layer_types or []
+    ]
+    config.window = 0
+    with torch.device("meta"):
+        teacher = SupraForCausalLM(config)
+    wanted = teacher.state_dict().keys()
+    shared = {name: tensor for name, tensor in student.state_dict().items() if name in wanted}
+    teacher.load_state_dict(shared, assign=True)
+    teacher.tie_weights()
+    teacher.model.rotary_emb = student.model.rotary_emb  # its frequencies are a buffer outside the state dict
+    return teacher.requires_grad_(False).eval()
+
+
+def detach_from_teacher(parameters: dict[str, nn.Parameter], teacher: SupraForCausalLM) -> None:
+    """Give each parameter that shares the teacher's memory its own, before it trains in place."""
+    shared = {tensor.data_ptr() for tensor in teacher.parameters()}
+    for parameter in parameters.values():
+        if parameter.data_ptr() in shared:
+            parameter.data = parameter.data.clone()
+
+
+def without_adapters(name: str) -> str:
+    """A parameter's name as it is when no adapter wraps its layer."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")

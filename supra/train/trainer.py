@@ -1,0 +1,279 @@
+"""Runs a recipe's stages from a converted model to a trained one, so that a kill at any instant costs no bit.
+
+Notable:
+- the state after a step is a pure function of the state before it and the step's number: batches, dropout and
+  rates come from (seed, stage, step), so a resumed run equals the uninterrupted one bit for bit;
+- everything is checked and the text tokenised before the run folder is made: bad input leaves nothing behind.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from supra.config import Conversion, Recipe
+from supra.errors import SupraError, UserError
+from supra.loading import load_model
+from supra.models import SupraConfig, SupraForCausalLM
+from supra.train import checkpoint
+from supra.train.checkpoint import Checkpoint, Position
+from supra.train.export import export_model
+from supra.train.precision import Precision, make_accelerator
+from supra.train.run_folder import check_new_or_resumed, open_run
+from supra.train.stage import StageRunner, changed_tensors, put_tensors
+from supra.train.teacher import build_teacher, without_adapters
+from supra.train.tokens import TokenStore, load_tokens
+from supra.train.tracking import Metrics, Reporter, read_metrics
+
+StageCallback = Callable[[str, SupraForCausalLM], None]
+
+
+@dataclass
+class Prepared:
+    """All that a run needs, checked and loaded; nothing is written yet but the token cache."""
+
+    recipe: Recipe
+    model_dir: Path
+    student: SupraForCausalLM
+    accelerator: Accelerator
+    precision: Precision
+    backend: str
+    stores: list[TokenStore]  # one a stage
+
+    @property
+    def data_keys(self) -> dict[str, str]:
+        return {stage.name: store.key for stage, store in zip(self.recipe.stages, self.stores, strict=True)}
+
+    def describe(self) -> str:
+        """One line naming what runs."""
+        return (
+            f"device {self.accelerator.device} · dtype {self.precision} · backend {self.backend} · "
+            f"attention {self.student.config._attn_implementation}"
+        )
+
+
+def prepare(recipe: Recipe, model_dir: Path, reporter: Reporter) -> Prepared:
+    """Load the model and the tokens, and check that they fit the recipe.
+
+    Raises:
+        UserError: the model is not converted or not as the recipe says, or the text is missing or too short.
+    """
+    accelerator, precision = make_accelerator(recipe)
+    loaded = load_model(
+        model_dir, device=str(accelerator.device.type), dtype="float32", backend=recipe.backend
+    )
+    if not isinstance(loaded.model, SupraForCausalLM):
+        raise UserError(str(model_dir), "it is not a converted model", "Run `supra convert` first.")
+    check_conversion(recipe.conversion, loaded.model.config)
+    datas = [stage.data or recipe.data for stage in recipe.stages]
+    stores: list[TokenStore] = []
+    for position, data in enumerate(datas):
+        same = datas.index(data)
+        stores.append(
+            stores[same] if same < position else load_tokens(data, loaded.tokenizer, report=reporter.say)
+        )
+    for stage, store in zip(recipe.stages, stores, strict=True):
+        if len(store.tokens) < stage.length:
+            raise UserError(
+                f"stages.{stage.name}.length = {stage.length}",
+                f"the text has {len(store.tokens)} tokens, less than one sequence",
+                "Add text or lower the length.",
+            )
+        if store.tokens.max() >= loaded.model.config.vocab_size:
+            raise UserError(
+                str(model_dir), "its tokenizer has more tokens than the model", "Convert it again."
+            )
+    return Prepared(recipe, model_dir, loaded.model, accelerator, precision, loaded.backend, stores)
+
+
+def run_training(
+    recipe: Recipe,
+    model_dir: str | Path,
+    run_dir: str | Path,
+    *,
+    resume: bool = False,
+    on_stage_end: StageCallback | None = None,
+    reporter: Reporter | None = None,
+) -> Path:
+    """Train `model_dir` by `recipe` in `run_dir` and return the folder of the trained model, `run_dir/model`.
+
+    `on_stage_end(stage name, model)` sees the model in eval mode after each stage, adapters merged. A run
+    that was killed around the end of a stage may call it again for that stage.
+
+    Raises:
+        UserError: the folder is used or empty (see `resume`), or recipe, model and text do not fit together.
+        SupraError: the loss is not finite, the disk is full, every checkpoint is damaged.
+    """
+    model_dir, run_dir = Path(model_dir), Path(run_dir)
+    reporter = reporter or Reporter()
+    check_new_or_resumed(run_dir, resume)
+    prepared = prepare(recipe, model_dir, reporter)
+    lock = open_run(run_dir, recipe, model_dir, prepared.data_keys)
+    try:
+        if (run_dir / "model").exists():
+            reporter.say(f"this run is finished: {run_dir / 'model'}")
+            return run_dir / "model"
+        reporter.say(prepared.describe())
+        return _Run(prepared, run_dir, reporter, on_stage_end).run()
+    finally:
+        lock.close()
+
+
+def check_conversion(conversion: Conversion, config: SupraConfig) -> None:
+    """Raise a UserError that names each field in which the model differs from the recipe's conversion."""
+    wanted = conversion.resolve()
+    kept = tuple(i for i, kind in enumerate(config.layer_types or []) if kind != "linear_attention")
+    pairs = {
+        "feature_map": (wanted.feature_map, config.feature_map),
+        "rope": (wanted.rope, config.rope_position),
+        "decay": (wanted.decay, config.decay),
+        "decay_shared": (wanted.decay_shared, config.decay_shared),
+        "norm": (wanted.norm, config.attention_norm),
+        "norm_affine": (wanted.norm_affine, config.group_norm_affine),
+        "window": (wanted.window, config.window),
+        "keep_softmax": (wanted.keep_softmax, kept),
+    }
+    differing = [
+        f"conversion.{name} is {a!r}, the model's is {b!r}" for name, (a, b) in pairs.items() if a != b
+    ]
+    if differing:
+        raise UserError(
+            "the model",
+            f"it was not converted by this recipe: {'; '.join(differing)}",
+            "Convert it with the recipe.",
+        )
+
+
+class _Run:
+    """The state of one run while its stages go by."""
+
+    def __init__(
+        self, prepared: Prepared, run_dir: Path, reporter: Reporter, on_stage_end: StageCallback | None
+    ) -> None:
+        self.prepared, self.run_dir, self.reporter = prepared, run_dir, reporter
+        self.on_stage_end = on_stage_end
+        self.recipe, self.student = prepared.recipe, prepared.student
+        self.ever_trained: set[str] = set()
+        self.adapters: Any = None  # of the last stage, where they are kept
+
+    def run(self) -> Path:
+        saved = checkpoint.load_newest(self.run_dir, self.reporter.warn)
+        position = saved.position if saved else Position()
+        remaining = self.recipe.stages[position.stage :]
+        # The teacher takes the conversion's tensors before a checkpoint's replace them in the student.
+        self.teacher = build_teacher(self.student) if any(s.loss != "ce" for s in remaining) else None
+        if saved:
+            self.reporter.say(f"resuming from {saved.path.name}")
+            put_tensors(self.student, saved.model)
+            self.ever_trained = set(saved.model)
+        self.metrics = Metrics(self.run_dir / "metrics.jsonl", last_step=position.global_step)
+        try:
+            for index in range(position.stage, len(self.recipe.stages)):
+                position = self._run_stage(index, position, saved)
+                saved = None
+        finally:
+            self.metrics.close()
+        return self._export()
+
+    def _run_stage(self, index: int, position: Position, saved: Checkpoint | None) -> Position:
+        stage = self.recipe.stages[index]
+        if all(s.loss == "ce" for s in self.recipe.stages[index:]):
+            self.teacher = None  # nobody needs it any more
+        prepared = self.prepared
+        runner = StageRunner(
+            self.recipe, index, self.student, self.teacher, prepared.accelerator, prepared.stores[index]
+        )
+        if saved and position.step:
+            runner.restore(saved)
+        self.ever_trained |= {without_adapters(n) for n in runner.trainable.parameters if ".lora_" not in n}
+        with self.reporter.stage(stage.name, done=position.step, num_steps=stage.num_steps) as progress:
+            while position.step < stage.num_steps:
+                start = time.monotonic()
+                result = self._step(runner, position)
+                position = Position(index, position.step + 1, position.global_step + 1)
+                rate = result.num_tokens / (time.monotonic() - start)
+                self.metrics.write(
+                    {
+                        "step": position.global_step,
+                        "stage": stage.name,
+                        "stage_step": position.step,
+                        "tokens": result.num_tokens,
+                        "loss": result.loss,
+                        "grad_norm": result.grad_norm,
+                        "lr": result.lr,
+                        "tokens_per_second": round(rate, 1),
+                    }
+                )
+                progress.step(position.step, loss=result.loss, tokens_per_second=rate)
+                if position.step % stage.checkpoint_every_steps == 0 or position.step == stage.num_steps:
+                    self._save(position, runner)
+        return self._end_stage(runner, position)
+
+    def _step(self, runner: StageRunner, position: Position) -> Any:
+        try:
+            return runner.train_step(position.step)
+        except SupraError as error:
+            newest = checkpoint.newest(self.run_dir)
+            last = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
+            raise SupraError(error.thing, error.reason, f"{error.mend}; {last}.") from None
+
+    def _end_stage(self, runner: StageRunner, position: Position) -> Position:
+        index, last = runner.index, runner.index == len(self.recipe.stages) - 1
+        keep = last and self.recipe.adapters == "keep" and runner.trainable.adapters is not None
+        if runner.trainable.adapters is not None and not keep:
+            wrapped = {n for n, _ in self.student.named_parameters() if n.endswith(".base_layer.weight")}
+            self.ever_trained |= {without_adapters(name) for name in wrapped}
+            runner.trainable.merge()
+        self.adapters = runner.trainable.adapters
+        runner.close()
+        if self.on_stage_end is not None:
+            self.on_stage_end(runner.stage.name, self.student)
+        position = Position(index + 1, 0, position.global_step)
+        if not keep:  # else a resume must find the adapters in the checkpoint before this one
+            self._save(position, None)
+        return position
+
+    def _save(self, position: Position, runner: StageRunner | None) -> None:
+        checkpoint.save(
+            self.run_dir,
+            position,
+            model=changed_tensors(self.student, self.ever_trained),
+            adapters=runner.adapters() if runner else {},
+            moments=runner.moments() if runner else {},
+        )
+
+    def _export(self) -> Path:
+        rows = read_metrics(self.run_dir)
+        stages = []
+        for stage in self.recipe.stages:
+            losses = [row["loss"] for row in rows if row["stage"] == stage.name]
+            stages.append(
+                {
+                    "name": stage.name,
+                    "trainable": stage.trainable,
+                    "loss": stage.loss,
+                    "steps": stage.num_steps,
+                    "tokens": stage.num_steps * stage.tokens_per_step,
+                    "first_loss": losses[0],
+                    "last_loss": losses[-1],
+                }
+            )
+        training = {
+            "seed": self.recipe.seed,
+            "tokens_trained": sum(stage.num_steps * stage.tokens_per_step for stage in self.recipe.stages),
+            "precision": str(self.prepared.precision),
+            "device": str(self.prepared.accelerator.device),
+            "backend": self.prepared.backend,
+            "stages": stages,
+        }
+        return export_model(
+            self.student,
+            self.adapters,
+            recipe=self.recipe,
+            model_dir=self.prepared.model_dir,
+            target=self.run_dir / "model",
+            training=training,
+        )

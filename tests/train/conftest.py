@@ -1,0 +1,117 @@
+"""A tiny converted model with a tokenizer, and a text to train it on, made anew for the test session."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from supra.models import SupraConfig, SupraForCausalLM
+
+WORDS = (
+    "the a cat dog house tree river runs sleeps sees under over big small old and but then who where".split()
+)
+
+
+def write_text(path: Path, seed: int, num_words: int = 1500) -> Path:
+    chooser = random.Random(seed)
+    lines = [" ".join(chooser.choices(WORDS, k=12)) for _ in range(num_words // 12)]
+    path.write_text("\n\n".join(lines), encoding="utf-8")
+    return path
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE over the words above, vocabulary of at most 512."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 20, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def tiny_config(**options: Any) -> SupraConfig:
+    linear = {
+        "feature_map": "hedgehog",
+        "rope_position": "before",
+        "decay": "none",
+        "attention_norm": "denominator",
+        "window": 4,
+    }
+    return SupraConfig(
+        **{
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": True,
+            "architectures": ["SupraForCausalLM"],
+            "pad_token_id": None,
+            "bos_token_id": None,
+            "eos_token_id": 0,
+            **linear,
+            **options,
+        }
+    )
+
+
+def write_model(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    torch.manual_seed(0)
+    model = SupraForCausalLM(tiny_config(**options)).to(dtype)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    (folder / "supra.json").write_text(json.dumps({"source": "random"}))
+    (folder / "README.md").write_text("# Tiny\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "train.txt", seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUPRA_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def stage(**changes: Any) -> dict[str, Any]:
+    """A quick stage: 4 steps of 2 micro-batches of 2 sequences of 16."""
+    return {
+        "name": "transfer",
+        "trainable": "new",
+        "loss": "attention",
+        "length": 16,
+        "micro_batch_size": 2,
+        "tokens_per_step": 64,
+        "total_tokens": 256,
+        "checkpoint_every_steps": 2,
+        "optimizer": {"lr": 1e-2, "warmup_steps": 1},
+        **changes,
+    }
+
+
+def raw_recipe(text: Path, *stages: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {
+        "name": "tiny",
+        "dtype": "float32",
+        "device": "cpu",
+        "conversion": {"feature_map": "hedgehog", "window": 4},
+        "data": {"train": [str(text)]},
+        "stages": list(stages) or [stage()],
+        **changes,
+    }
