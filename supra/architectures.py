@@ -1,8 +1,8 @@
 """Teacher architectures as data: what each one has, and what in a config.json cannot be kept.
 
-A new relative of Llama is one more row of `ARCHITECTURES`; nothing here imports torch. A configuration that asks
-for something a converted model would silently lose (experts, logit caps, frequencies that move with the length) is
-refused by name.
+A new relative of Llama is one more row of `ARCHITECTURES`; nothing here imports torch. A configuration that
+asks for something a converted model would silently lose (experts, logit caps, frequencies that move with the
+length) is refused by name.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from supra.errors import UserError
 
 @dataclass(frozen=True)
 class Architecture:
-    """One decoder family with RMSNorm, rotary positions and a gated MLP, and how its attention differs from Llama's.
+    """One decoder family, and how its attention differs from Llama's; norms, rotary positions and MLP do not.
 
-    A bias is there always, never, or where the named config field says so. `default_head_dim` and `default_kv_heads`
-    are what its own config class supplies when config.json is silent (None: hidden_size / heads, and heads).
-    `gguf_permuted`: GGUF files hold the rows of q and k interleaved.
+    A bias is there always, never, or where the named config field says so. `default_head_dim` and
+    `default_kv_heads` are what its own config class supplies when config.json is silent (None: hidden_size /
+    heads, and heads). `gguf_permuted`: GGUF files hold the rows of q and k interleaved.
     """
 
     model_type: str
@@ -157,7 +157,7 @@ def _number(config: Mapping[str, Any], field: str, default: Any, where: str) -> 
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings of either spelling (`rope_parameters`, or `rope_theta` and `rope_scaling`), type included."""
+    """The rotary settings of either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     settings["rope_type"] = settings.get("rope_type") or settings.get("type") or "default"
     settings.pop("type", None)
@@ -180,7 +180,7 @@ def _check_rope(config: Mapping[str, Any], where: str) -> None:
     if kind in MOVING_ROPE_TYPES:
         raise UserError(
             f"{where}: rope type {kind!r}",
-            "its frequencies move with the text's length, but the recurrent state keeps keys of the old frequencies",
+            "its frequencies move with the text's length, but the recurrent state keeps keys of the old ones",
             f"Choose a model with one of {', '.join(ROPE_TYPES)}, or set a fixed scaling in config.json",
         )
     if kind not in ROPE_TYPES:

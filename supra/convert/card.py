@@ -22,8 +22,9 @@ tags: [supra, linear-attention, rnn]
 A Transformer whose softmax attention was replaced by linear recurrent attention (the SUPRA method,
 [arXiv 2405.06640](https://arxiv.org/abs/2405.06640)). It generates with a recurrent state of constant size.
 
-**This is where training starts, not a finished model.** Every weight of the teacher is kept bit for bit; the {added:,}
-new parameters ({percent:.2f} % of the teacher's) have their starting values. Before training, its text makes little sense.
+**This is where training starts, not a finished model.** Every weight of the teacher is kept bit for bit; the
+{added:,} new parameters ({percent:.2f} % of the teacher's) have their starting values. Before training, its
+text makes little sense.
 
 | | |
 |---|---|
@@ -116,15 +117,15 @@ def model_card(plan: Plan, seed: int, out: Path) -> str:
     """The README.md of a converted folder."""
     conversion, layers = plan.conversion, list(plan.config.layer_types or [])
     linear = layers.count("linear_attention")
-    rows = [
-        f"| {row['num_tokens']:,} | {human_bytes(row['teacher_kv_cache_bytes'])} | {human_bytes(row['student_bytes'])} |"
-        for row in plan.context_bytes
-    ]
+    rows = []
+    for row in plan.context_bytes:
+        teacher, student = human_bytes(row["teacher_kv_cache_bytes"]), human_bytes(row["student_bytes"])
+        rows.append(f"| {row['num_tokens']:,} | {teacher} | {student} |")
     has_licence = any(out.glob("LICENSE*"))
     licence = (
         "The teacher's licence, copied beside this card, holds for its weights in here."
         if has_licence
-        else "Unknown: the teacher's folder holds none. It covers the teacher's weights in here: look it up before sharing."
+        else "Unknown: the teacher's folder holds none. It covers the weights in here: look it up."
     )
     name = plan.source.location if plan.source.kind == "hub" else Path(plan.source.location).name
     return CARD.format(

@@ -1,9 +1,12 @@
 """A teacher in a GGUF file: its tensors, configuration, tokenizer, chat template and generation settings.
 
 Notable:
-- quantised tensors become the exact fp32 values they stand for, a few rows at a time; fp16 and bf16 files keep theirs;
-- files of Llama's kind hold the rows of q and k interleaved (llama.cpp rotates neighbours, transformers halves);
-- Llama 3's rotary scaling is not in the metadata: it is recovered from `rope_freqs.weight`, or the file is refused.
+- quantised tensors become the exact fp32 values they stand for, a few rows at a time; fp16 and bf16 files
+  keep theirs;
+- files of Llama's kind hold the rows of q and k interleaved (llama.cpp rotates neighbours, transformers
+  halves);
+- Llama 3's rotary scaling is not in the metadata: it is recovered from `rope_freqs.weight`, or the file is
+  refused.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import numpy as np
 from supra.architectures import ARCHITECTURES, Architecture, find
 from supra.convert.gguf_tokenizer import write_tokenizer
 from supra.convert.headers import TensorInfo
-from supra.convert.shard_writer import Cancelled, OnBytes, ShardWriter, file_bytes, hash_file
+from supra.convert.shard_writer import CancelledError, OnBytes, ShardWriter, file_bytes, hash_file
 from supra.convert.source import Shard, Source
 from supra.errors import UserError
 
@@ -54,7 +57,7 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where the file keeps one tensor: its ggml type, byte offset, bytes, and the heads whose rows are interleaved."""
+    """Where the file keeps one tensor, and how many heads there are whose rows are interleaved (0: none)."""
 
     ggml_type: Any
     offset: int
@@ -66,7 +69,6 @@ class GgufSource(Source):
     """One .gguf file; UserError when it is broken, split, or of an architecture that cannot be converted."""
 
     kind = "gguf"
-    verbatim = False
 
     def __init__(self, path: Path) -> None:
         self.location = self.where = str(path)
@@ -140,7 +142,7 @@ class GgufSource(Source):
         return writer.digest
 
     def _blocks(self, tensor: TensorInfo, stop: threading.Event) -> Iterator[np.ndarray]:
-        """The tensor's values in HF's row order and dtype, whole heads at a time where rows are interleaved."""
+        """The tensor's values in HF's row order and dtype, in whole heads where rows are interleaved."""
         stored = self._stored[tensor.name]
         rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
         row_bytes, row_elements = stored.num_bytes // rows, tensor.num_elements // rows
@@ -151,7 +153,7 @@ class GgufSource(Source):
             file.seek(stored.offset)
             for start in range(0, rows, step):
                 if stop.is_set():
-                    raise Cancelled
+                    raise CancelledError
                 count = min(step, rows - start)
                 raw = np.frombuffer(file.read(count * row_bytes), np.uint8).reshape(count, row_bytes)
                 if rows > 1 and stored.interleaved_heads:
@@ -178,7 +180,7 @@ class GgufSource(Source):
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Metadata without its long arrays (a vocabulary would take a GB of small views), and the tensor table."""
+    """Metadata without its long arrays (a vocabulary takes a GB of small views), and the tensor table."""
     from gguf import GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):
@@ -215,7 +217,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Any]]:
 
 
 def _hf_name(name: str) -> tuple[str, str]:
-    """The transformers name of a GGUF tensor and its part (`attn_q`); an unknown name is kept, and refused by the plan."""
+    """The transformers name of a GGUF tensor, and its part (`attn_q`); the plan refuses unknown ones."""
     if name in GLOBAL_NAMES:
         return GLOBAL_NAMES[name], ""
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
@@ -225,7 +227,7 @@ def _hf_name(name: str) -> tuple[str, str]:
 
 
 def unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo llama.cpp's interleaving of the two rotated halves: rows [num_heads · D, n] -> the same, in HF's order."""
+    """Undo llama.cpp's interleaving of the two rotated halves of every head: rows [num_heads · D, n]."""
     return rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -320,9 +322,10 @@ def _rope(
 
 
 def _llama3_rope(tensor: Any, theta: float, head_dim: int, where: str) -> dict[str, Any]:
-    """Llama 3's scaling, recovered from the per-frequency factors in the file; UserError when they are something else.
+    """Llama 3's scaling, recovered from the factors in the file; UserError when they are something else.
 
-    Formula: transformers' `_compute_llama3_parameters`; the file holds the unscaled frequency over the scaled one.
+    Formula: transformers' `_compute_llama3_parameters`; the file holds the unscaled frequency over the scaled
+    one.
     """
     stored = np.fromfile(where, np.float32, count=int(tensor.n_elements), offset=int(tensor.data_offset))
     factor = float(stored.max())

@@ -1,4 +1,4 @@
-"""The tokenizer, chat template and generation settings inside a GGUF file, written as a Hugging Face folder has them."""
+"""The tokenizer, chat template and generation settings of a GGUF file, as a Hugging Face folder has them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SPLITS: dict[str, dict[str, Any]] = {
         "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTE_LEVEL],
     },
 }
-# As llama.cpp has it: vocabularies where a word that is itself a token is never taken apart, and those that need NFC.
+# As llama.cpp has it: where a word that is itself a token is never taken apart, and where text is made NFC.
 _IGNORE_MERGES = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
 _NFC = {"qwen2", "deepseek-r1-qwen"}
 
 
 def write_tokenizer(path: Path, fields: dict[str, Any], out: Path) -> None:
-    """Write tokenizer files, chat template and generation_config.json into `out`; UserError for an unknown tokenizer."""
+    """Write tokenizer, chat template and generation_config.json; UserError if the tokenizer is unknown."""
     from transformers import AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
@@ -46,7 +46,7 @@ _ID_FIELDS = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
 
 
 def check_tokenizer(path: Path, fields: dict[str, Any]) -> None:
-    """UserError when the file's way of cutting text is not known: guessing would change what the model reads."""
+    """UserError when the file's way of cutting text is unknown: a guess would change what the model reads."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre") or "default"

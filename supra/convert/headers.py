@@ -1,4 +1,4 @@
-"""What a safetensors file says it holds, read from its header alone, and the index that spreads a model over several files."""
+"""What safetensors files say they hold: their headers, and the index over several of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # Bits per element of the dtypes of the safetensors format.
 DTYPE_BITS = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16,
-    "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "C64": 64,
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64,
+    "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "C64": 64,
 }  # fmt: skip
 # safetensors' own limit; a longer "header" is garbage, and must not be read into memory.
 MAX_HEADER_BYTES = 100_000_000
@@ -24,7 +24,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Name, safetensors dtype, shape and place of one tensor; `start` counts bytes from the beginning of its file."""
+    """Name, safetensors dtype and shape of one tensor; `start` is its first byte, counted from the file's."""
 
     name: str
     dtype: str
@@ -62,7 +62,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> tuple[TensorInfo, ...]:
-    """The tensors of one safetensors file in file order; UserError when the file is missing, cut short or garbage."""
+    """The tensors of a safetensors file in file order; UserError when it is missing, cut short or garbage."""
     again = "Download or copy the file again"
     try:
         size = path.stat().st_size
@@ -91,7 +91,7 @@ def read_header(path: Path) -> tuple[TensorInfo, ...]:
 
 
 def parse_header(header: Mapping[str, Any], data_start: int = 0) -> tuple[TensorInfo, ...]:
-    """The tensors of a decoded header, sorted by place; ValueError, KeyError or TypeError when it makes no sense."""
+    """The tensors of a decoded header, sorted by place; ValueError, KeyError or TypeError for nonsense."""
     tensors = []
     for name, entry in header.items():
         if name == "__metadata__":
@@ -111,7 +111,7 @@ def parse_header(header: Mapping[str, Any], data_start: int = 0) -> tuple[Tensor
 
 
 def shard_names(folder: Path, single: str = SINGLE_NAME, index: str = INDEX_NAME) -> tuple[str, ...] | None:
-    """The weight files of `folder` in index order (None: there are none); UserError when the index makes no sense.
+    """The sorted names of `folder`'s weight files, None without any; UserError when the index makes no sense.
 
     As in transformers, a single file wins over an index.
     """

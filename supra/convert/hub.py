@@ -1,4 +1,4 @@
-"""A teacher on the Hugging Face hub: the plan downloads config.json and headers only, the conversion the weights."""
+"""A teacher on the Hugging Face hub: a plan downloads config.json and headers, a conversion the weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.i
 
 
 class HubSource(Source):
-    """`owner/name` at `revision`; UserError when it does not exist, is gated, or there is neither network nor a cached copy."""
+    """`owner/name` at `revision`; UserError when it is missing, gated, or out of reach and not cached."""
 
     kind = "hub"
 

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from supra.convert.headers import TensorInfo, index_map, read_json, shard_names
-from supra.convert.shard_writer import Cancelled, OnBytes, ShardWriter, file_bytes, hash_file, tensor_blocks
+from supra.convert.shard_writer import (
+    CancelledError,
+    OnBytes,
+    ShardWriter,
+    file_bytes,
+    hash_file,
+    tensor_blocks,
+)
 from supra.convert.source import Shard, Source, check_shards, copy_small_files, small_files, tokenizer_notes
 from supra.errors import UserError
 
@@ -21,7 +28,6 @@ class PickleSource(Source):
     """A folder of `pytorch_model*.bin`; UserError when a file is missing, or holds anything but tensors."""
 
     kind = "pickle"
-    verbatim = False
 
     def __init__(self, folder: Path) -> None:
         self.location = str(folder)
@@ -78,7 +84,7 @@ class PickleSource(Source):
             loaded, since = self._load(shard.name), 0
             for tensor in shard.tensors:
                 if stop.is_set():
-                    raise Cancelled
+                    raise CancelledError
                 if since > REMAP_BYTES:
                     del loaded
                     loaded, since = self._load(shard.name), 0

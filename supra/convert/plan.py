@@ -1,7 +1,8 @@
-"""The plan of a conversion: what is kept, new, dropped and refused, and what it costs; the real run executes this very object.
+"""The plan of a conversion: what is kept, new, dropped and refused, and what it costs; the real run executes
+this very object.
 
-Made from config.json and the headers of the weight files alone. The names and shapes of the new tensors come from the model
-itself, built without memory: there is no second list that could disagree with it.
+Made from config.json and the headers of the weight files alone. The names and shapes of the new tensors come
+from the model itself, built without memory: there is no second list that could disagree with it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a conversion will do. `kept`, `dropped` and `refused` are the teacher's tensors, `new` the student's own."""
+    """What a conversion will do; `new` are the student's own tensors, the other three the teacher's."""
 
     source: Source
     conversion: Conversion
@@ -73,7 +74,7 @@ class Plan:
 
     @property
     def convert_memory_bytes(self) -> int:
-        """Estimated peak memory of the conversion: the libraries, and the largest new tensor in fp32 beside its final dtype."""
+        """Estimated peak memory of the conversion: libraries, and the largest new tensor in two dtypes."""
         largest = max((tensor.num_elements for tensor in self.new), default=0)
         return BASE_MEMORY_BYTES + 8 * largest + (64 << 20)
 
@@ -84,7 +85,7 @@ class Plan:
 
     @cached_property
     def context_bytes(self) -> list[dict[str, int]]:
-        """For each of CONTEXTS: what the teacher's cache and the student's state and remaining cache take, in bytes."""
+        """For each of CONTEXTS: bytes of the teacher's cache, and of the student's state and own cache."""
         return [
             {
                 "num_tokens": length,
@@ -136,7 +137,7 @@ class Plan:
 def make_plan(
     source: str, conversion: Conversion, *, revision: str | None = None, allow_pickle: bool = False
 ) -> Plan:
-    """Plan the conversion of `source` (folder, hub id or .gguf file); UserError when it cannot be read or is of no known kind.
+    """Plan the conversion of `source`: a folder, hub id or .gguf file; UserError when it is unfit.
 
     Tensors that stand in the way are listed in `refused`; `execute` then refuses the plan.
     """
@@ -150,7 +151,7 @@ def make_plan(
     notes = [*teacher_source.notes(), *teacher_notes(teacher, config)]
     if dropped:
         notes.append(
-            "dropped tensors are buffers which the model computes itself; their bytes stay in the copied shards"
+            "dropped tensors are buffers which the model computes itself; the copied files still hold them"
         )
     return Plan(teacher_source, conversion, config, teacher, kept, new, dropped, refused, tuple(notes))
 
@@ -165,7 +166,7 @@ def _teacher_dtype(source: Source, raw: dict[str, Any]) -> str:
 
 
 def _student_tensors(config: SupraConfig) -> tuple[dict[str, tuple[int, ...]], tuple[TensorInfo, ...]]:
-    """(shapes of the teacher's tensors that the student needs, the student's new tensors in the order they are made)."""
+    """(shapes that the student needs of the teacher, its own tensors in the order they are made)."""
     import torch
 
     from supra.models import SupraForCausalLM, is_new_parameter
@@ -187,7 +188,7 @@ def _student_tensors(config: SupraConfig) -> tuple[dict[str, tuple[int, ...]], t
 def _sort_tensors(
     source: Source, expected: dict[str, tuple[int, ...]], config: SupraConfig
 ) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...], tuple[Refused, ...]]:
-    """(kept, dropped, refused) among the source's tensors; a tensor the student needs and nobody has is refused too."""
+    """(kept, dropped, refused) of the source's tensors; one that is needed but missing is refused too."""
     kept, dropped, refused = [], [], []
     found = {tensor.name: tensor for shard in source.shards for tensor in shard.tensors}
     for name, tensor in found.items():

@@ -74,18 +74,20 @@ def plan_view(plan: Plan) -> RenderableType:
 
 def _summary(plan: Plan) -> Table:
     conversion, layers = plan.conversion, list(plan.config.layer_types or [])
+    model_type = plan.config.teacher_model_type
     kept = len(layers) - layers.count("linear_attention")
     percent = 100 * plan.parameters_added / max(plan.parameters_kept, 1)
     window = f"softmax window of {conversion.window} tokens" if conversion.window else "no softmax window"
     shared = ", shared in each key/value group" if conversion.decay_shared else ""
     rows = {
-        "teacher": f"{plan.source.location} ({plan.source.kind}, {plan.config.teacher_model_type}, {plan.dtype})",
+        "teacher": f"{plan.source.location} ({plan.source.kind}, {model_type}, {plan.dtype})",
         "layers": f"{len(layers) - kept} linear, {kept} softmax",
         "linear layer": f"{conversion.feature_map} feature map, rotary positions {conversion.rope} it",
         "": f"{conversion.decay} decay{shared}, {conversion.norm}, {window}",
         "parameters": f"{plan.parameters_kept:,} kept + {plan.parameters_added:,} new ({percent:.2f} %)",
         "disk": human_bytes(plan.disk_bytes),
-        "memory": f"{human_bytes(plan.convert_memory_bytes)} to convert, {human_bytes(plan.load_memory_bytes)} of weights to load",
+        "memory": f"{human_bytes(plan.convert_memory_bytes)} to convert, "
+        f"{human_bytes(plan.load_memory_bytes)} of weights to load",
     }
     if plan.source.bytes_to_download():
         rows["download"] = human_bytes(plan.source.bytes_to_download())

@@ -1,6 +1,7 @@
 """Streaming writer of one safetensors file, and the copy of one, both hashing what they write.
 
-Notable: nothing larger than one block is held in memory, and the hash is of the very bytes that reach the file.
+Notable: nothing larger than one block is held in memory, and the hash is of the very bytes that reach the
+file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BLOCK_BYTES = 8 << 20
 OnBytes = Callable[[int], None]
 
 
-class Cancelled(Exception):
+class CancelledError(Exception):
     """Raised inside a copying thread once the conversion has been given up."""
 
 
@@ -52,7 +53,7 @@ def file_bytes(tensors: Sequence[TensorInfo]) -> int:
 
 
 class ShardWriter:
-    """Context manager that writes `tensors`, in their order, to `path`; `digest` holds the hash once all are written."""
+    """Context manager that writes `tensors`, in their order, to `path`; `digest` is the hash of its bytes."""
 
     def __init__(self, path: Path, tensors: Sequence[TensorInfo], on_bytes: OnBytes) -> None:
         self._path, self._tensors, self._on_bytes = path, tensors, on_bytes
@@ -97,12 +98,12 @@ class ShardWriter:
 
 
 def copy_file(source: Path, target: Path, on_bytes: OnBytes, stop: threading.Event) -> str:
-    """Copy `source` to `target` byte for byte and return the hash of its bytes; Cancelled once `stop` is set."""
+    """Copy a file byte for byte and return the hash of its bytes; CancelledError once `stop` is set."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
     with source.open("rb", buffering=0) as reader, target.open("wb", buffering=0) as writer:
         while count := reader.readinto(buffer):
             if stop.is_set():
-                raise Cancelled
+                raise CancelledError
             digest.update(buffer[:count])
             view = buffer[:count]
             while len(view):
@@ -112,12 +113,12 @@ def copy_file(source: Path, target: Path, on_bytes: OnBytes, stop: threading.Eve
 
 
 def hash_file(path: Path, on_bytes: OnBytes, stop: threading.Event) -> str:
-    """The hash of a file's bytes; Cancelled once `stop` is set."""
+    """The hash of a file's bytes; CancelledError once `stop` is set."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb", buffering=0) as reader:
         while count := reader.readinto(buffer):
             if stop.is_set():
-                raise Cancelled
+                raise CancelledError
             digest.update(buffer[:count])
             on_bytes(count)
     return digest.hexdigest()

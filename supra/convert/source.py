@@ -1,7 +1,7 @@
 """Where a teacher comes from: a folder of safetensors, a hub id, a folder of pickles or a GGUF file.
 
-A source knows its config.json and the header of every tensor without reading a weight, and can write each of its weight files,
-and everything around the weights, into the converted model's folder.
+A source knows its config.json and the header of every tensor without reading a weight, and can write each of
+its weight files, and everything around the weights, into the converted model's folder.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from supra.errors import UserError
 
 # What travels with the weights; never code.
 SMALL_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
-    "tekken.json", "chat_template*", "additional_chat_templates/*", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "tekken.json", "chat_template*", "additional_chat_templates/*", "generation_config.json",
+    "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -37,7 +38,7 @@ class Shard:
 
 
 class Source(ABC):
-    """A teacher. `where` names its configuration in messages; `verbatim`: its weight files are copied byte for byte."""
+    """A teacher; `where` names its configuration in messages, `config` is its config.json."""
 
     kind: str
     location: str
@@ -45,7 +46,6 @@ class Source(ABC):
     config: dict[str, Any]
     shards: tuple[Shard, ...]
     revision: str | None = None
-    verbatim = True
 
     def notes(self) -> list[str]:
         """What the plan should say about this source."""
@@ -80,7 +80,7 @@ class Source(ABC):
 
 
 class FolderSource(Source):
-    """A Hugging Face folder with one or several safetensors files; UserError for anything missing or broken in it."""
+    """A Hugging Face folder with safetensors files; UserError for anything missing or broken in it."""
 
     kind = "folder"
 
@@ -180,7 +180,7 @@ def _no_weights(folder: Path) -> UserError:
 
 
 def open_source(source: str, *, revision: str | None = None, allow_pickle: bool = False) -> Source:
-    """The Source for what the user typed: a folder, a .gguf file or a hub id; UserError when it is none of them."""
+    """The Source for what the user typed: a folder, a .gguf file or a hub id; UserError if it is none."""
     path = Path(source).expanduser()
     if path.is_file():
         if path.suffix == ".gguf":

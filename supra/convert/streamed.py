@@ -1,4 +1,4 @@
-"""One forward of a model larger than the memory it may take: every matrix is read from disk a few rows at a time.
+"""One forward of a model larger than the memory it may take: matrices are read a few rows at a time.
 
 Reads go through `read`, not a memory map: mapped pages would count as memory of the process.
 """
@@ -27,8 +27,8 @@ class TensorReader:
     def __init__(self, places: Mapping[str, tuple[Path, TensorInfo]], dtype: torch.dtype) -> None:
         self._places, self._dtype = places, dtype
 
-    def rows(self, name: str, start: int, count: int) -> Tensor:
-        """Rows start to start + count of a matrix [n, ...], in the model's dtype; SupraError when one is not finite."""
+    def rows(self, name: str, start: int, count: int, dtype: torch.dtype | None = None) -> Tensor:
+        """`count` rows of a tensor [n, ...], in `dtype` or the model's; SupraError when one is not finite."""
         path, info = self._places[name]
         row_elements = info.num_elements // max(info.shape[0], 1)
         row_bytes = info.num_bytes // max(info.shape[0], 1)
@@ -48,7 +48,7 @@ class TensorReader:
                 "it holds NaN or infinity",
                 "The teacher's weights are broken: download them again",
             )
-        return values.to(self._dtype).view(count, *info.shape[1:])
+        return values.to(dtype or self._dtype).view(count, *info.shape[1:])
 
     def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """(first row, rows) of a whole tensor, about BLOCK_ELEMENTS at a time."""
@@ -58,10 +58,9 @@ class TensorReader:
         for start in range(0, num_rows, step):
             yield start, self.rows(name, start, min(step, num_rows - start))
 
-    def whole(self, name: str) -> Tensor:
-        """One small tensor [...], in its own dtype where that is fp32 (norms, decays) and the model's otherwise."""
-        info = self._places[name][1]
-        return self.rows(name, 0, info.shape[0])
+    def whole(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """One small tensor [...], in `dtype` or the model's."""
+        return self.rows(name, 0, self._places[name][1].shape[0], dtype)
 
 
 class StreamedLinear(nn.Module):
@@ -92,10 +91,10 @@ class StreamedEmbedding(nn.Module):
 def streamed_model(
     config: SupraConfig, places: Mapping[str, tuple[Path, TensorInfo]], dtype: torch.dtype
 ) -> SupraForCausalLM:
-    """The model with its matrices on disk and each layer's small parameters loaded only while that layer runs."""
+    """The model with its matrices left on disk, a layer's other parameters loaded while that layer runs."""
     with torch.device("meta"):
         model = SupraForCausalLM(config)
-    model = model.to(dtype=dtype).eval()
+    model.eval()
     # Not a weight: computed from the configuration, in fp32, and left behind on the meta device.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
     reader = TensorReader(places, dtype)
@@ -114,15 +113,13 @@ def streamed_model(
         setattr(model.get_submodule(parent), attribute, streamed)
     for name, module in model.named_modules():
         if name.startswith("model.layers.") and name.count(".") == 2:
-            _load_while_running(module, name, reader, places)
+            _load_while_running(module, name, reader, set(model._keep_in_fp32_modules_strict or ()))
     norm = model.model.norm
     norm.weight = nn.Parameter(reader.whole("model.norm.weight"), requires_grad=False)
     return model
 
 
-def _load_while_running(
-    layer: nn.Module, prefix: str, reader: TensorReader, places: Mapping[str, tuple[Path, TensorInfo]]
-) -> None:
+def _load_while_running(layer: nn.Module, prefix: str, reader: TensorReader, in_fp32: set[str]) -> None:
     """Fill the layer's remaining parameters before its forward, and empty them after it."""
     owners = [(module, f"{prefix}.{path}" if path else prefix) for path, module in layer.named_modules()]
 
@@ -130,7 +127,8 @@ def _load_while_running(
         for module, path in owners:
             for key in module._parameters:
                 if module._parameters[key] is not None:
-                    value = reader.whole(f"{path}.{key}")
+                    dtype = torch.float32 if in_fp32 & set(path.split(".")) else None
+                    value = reader.whole(f"{path}.{key}", dtype)
                     module._parameters[key] = nn.Parameter(value, requires_grad=False)
 
     def empty(*_: Any) -> None:

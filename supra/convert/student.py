@@ -1,4 +1,4 @@
-"""From a teacher's config.json and a Conversion to the student's configuration: the single place where one becomes the other."""
+"""From a teacher's config.json and a Conversion to the student's configuration: the one place for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def teacher_config(raw: dict[str, Any], where: str) -> tuple[Architecture, dict[str, Any]]:
-    """The architecture and config.json with the defaults of its own config class filled in; UserError when it is unfit."""
+    """The architecture, and config.json with its class's defaults filled in; UserError when it is unfit."""
     from transformers import AutoConfig
 
     row = check(raw, where)
@@ -84,19 +84,19 @@ def student_config(
 
 
 def teacher_notes(full: dict[str, Any], config: SupraConfig) -> list[str]:
-    """What a reader should know about this teacher: its sliding window, its rotary scaling, its output layer."""
+    """What a reader should know of this teacher: its sliding window, rotary scaling and output layer."""
     notes = []
     sliding = softmax_layer_types(full).count("sliding_attention")
     if sliding:
         kept = (config.layer_types or []).count("sliding_attention")
         notes.append(
-            f"sliding window of {full['sliding_window']:,} tokens in {sliding} layers of the teacher: dropped in the linear layers "
-            f"(they see everything older through the state), kept in {kept} softmax layers"
+            f"the teacher's sliding window of {full['sliding_window']:,} tokens ({sliding} layers): gone in "
+            f"linear layers, which see all older tokens through the state; kept in {kept} softmax layers"
         )
     rope = config.rope_parameters or {}
     if rope.get("rope_type", "default") != "default":
         notes.append(
-            f"rotary scaling {rope['rope_type']} (factor {rope.get('factor')}) kept: its frequencies are fixed"
+            f"rotary scaling {rope['rope_type']}, factor {rope.get('factor')}: its fixed frequencies are kept"
         )
     if config.tie_word_embeddings:
         notes.append("the output layer shares the embeddings, as in the teacher")

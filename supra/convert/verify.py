@@ -1,4 +1,4 @@
-"""After writing: are all tensors there, are the teacher's the same to the last bit, and does the model run?"""
+"""After writing: is every tensor there, is the teacher's every bit the same, and does the model run?"""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from supra.errors import SupraError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Up to this many bytes of weights the real `from_pretrained` is tried; larger models are streamed to stay under 1 GB.
+# Up to this many bytes of weights `from_pretrained` is tried; larger models are streamed, to stay under 1 GB.
 RELOAD_BYTES = 256 << 20
 NUM_TOKENS = 16
 _MEND = "Convert again; if it happens twice, report it with the plan (`supra inspect --json`)"
 
 
 def verify_folder(plan: Plan, folder: Path, hashes: dict[str, str], progress: Progress | None = None) -> None:
-    """SupraError when the converted `folder` is not what `plan` promised; `hashes` are those of the bytes written."""
+    """SupraError when `folder` is not what `plan` promised; `hashes` are those of the bytes written to it."""
     places = check_tensors(plan, folder)
     check_hashes(folder, hashes, progress)
     check_forward(plan, folder, places)
@@ -45,7 +45,7 @@ def check_tensors(plan: Plan, folder: Path) -> dict[str, tuple[Path, TensorInfo]
 
 
 def check_hashes(folder: Path, hashes: dict[str, str], progress: Progress | None = None) -> None:
-    """Read every weight file back and compare its hash with that of the teacher's bytes (or of the new tensors')."""
+    """Read every weight file back and compare its hash with that of the teacher's bytes, or the new ones."""
     total = sum((folder / name).stat().st_size for name in hashes)
     meter, stop = Meter(progress, "verifying", total), threading.Event()
     pool = ThreadPoolExecutor(COPY_THREADS)
@@ -64,7 +64,7 @@ def check_hashes(folder: Path, hashes: dict[str, str], progress: Progress | None
 
 
 def check_forward(plan: Plan, folder: Path, places: dict[str, tuple[Path, TensorInfo]]) -> None:
-    """Run the model once; SupraError when a logit is not finite or, with softmax everywhere, differs from the teacher's."""
+    """Run the model; SupraError for a logit that is not finite or, all layers softmax, not the teacher's."""
     import torch
 
     ids = torch.arange(NUM_TOKENS).remainder(plan.config.vocab_size).unsqueeze(0)
@@ -86,9 +86,12 @@ def check_forward(plan: Plan, folder: Path, places: dict[str, tuple[Path, Tensor
 
 
 def _reloaded_logits(folder: Path, ids: Tensor) -> Tensor:
-    """Logits [1, T, vocab] of the folder loaded as a user would; SupraError when loading makes up or leaves out a tensor."""
+    """Logits [1, T, vocab] of the folder loaded as a user would; SupraError when a tensor has no match."""
+    from transformers.utils import logging
+
     from supra.models import SupraForCausalLM
 
+    logging.disable_progress_bar()
     loaded: Any = SupraForCausalLM.from_pretrained(folder, output_loading_info=True)
     model, report = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):

@@ -1,6 +1,7 @@
-"""Carrying out a plan: copy the teacher's files, stream the new tensors beside them, verify, and only then give OUT its name.
+"""Carrying out a plan: copy the teacher's files, stream new tensors beside them, verify, then rename.
 
-Everything is written to `OUT.partial-…` next to OUT and renamed at the end, so an error, a full disk or Ctrl-C leaves nothing.
+Everything is written to `OUT.partial-…` next to OUT and renamed at the end, so an error, a full disk or
+Ctrl-C leaves nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ COPY_THREADS = 2
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """What a conversion wrote: `out`, parameters, bytes, seconds of wall time, and whether it was verified."""
+    """What a conversion wrote: the folder, parameters, bytes, wall time, and whether it was verified."""
 
     out: str
     parameters_kept: int
@@ -72,8 +73,9 @@ def execute(
     """Carry out `plan`, writing the folder `out`.
 
     Raises:
-        UserError: the plan has refused tensors, or `out` cannot be written (exists, lies in the teacher, no such parent).
-        SupraError: the disk is or becomes full, a download fails, or the verification finds a fault; `out` is then not made.
+        UserError: the plan has refused tensors, or `out` cannot be written (it exists, lies in the teacher,
+            or has no parent).
+        SupraError: the disk is or becomes full, a download fails, or the verification finds a fault.
     """
     out = Path(out).expanduser().absolute()
     plan.require_convertible()
@@ -125,7 +127,7 @@ def file_names(plan: Plan) -> list[str]:
 
 
 def write_weights(plan: Plan, partial: Path, seed: int, progress: Progress | None) -> dict[str, str]:
-    """Write all weight files and the index; return each file's hash. Teacher files are copied while new tensors are made."""
+    """Write all weight files and the index, copying while new tensors are made; return each file's hash."""
     names, total = file_names(plan), plan.disk_bytes
     meter, stop = Meter(progress, "writing", total), threading.Event()
     pool = ThreadPoolExecutor(COPY_THREADS)
@@ -151,7 +153,7 @@ def write_weights(plan: Plan, partial: Path, seed: int, progress: Progress | Non
 
 
 def write_new_tensors(plan: Plan, path: Path, seed: int, meter: Meter) -> str:
-    """Stream the student's own tensors into one file, one tensor in memory at a time; return the file's hash."""
+    """Stream the student's own tensors into one file, one in memory at a time; return the file's hash."""
     import torch
 
     from supra.models import init_new_tensors
