@@ -1,8 +1,8 @@
 """Checkpoints that are whole or absent, and checked when read.
 
 A checkpoint folder holds `tensors.safetensors` (the model's tensors that differ from the conversion, the
-adapters, the optimiser's moments) and `state.json` (where the run is, hash of the tensors). It is written
-beside, flushed to disk, then renamed. The newest two stay. Random numbers need no state: a step seeds its own.
+adapters, the optimiser's moments) and `state.json` (where the run is, hash of the tensors). It is
+written beside, flushed to disk, then renamed. The newest two stay. Each step seeds its own random numbers.
 """
 
 import json
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from supra.errors import SupraError
 
-_KEPT = 2
+KEPT = 2
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def save(
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
         sync_folder(folder)
-        for old in _folders(run_dir)[:-_KEPT]:
+        for old in _folders(run_dir)[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # safetensors reports a full disk as its own error
         shutil.rmtree(partial, ignore_errors=True)

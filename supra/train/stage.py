@@ -34,7 +34,7 @@ class StageRunner:
     """Holds what trains, the optimiser and the data of stage number `index`.
 
     Raises:
-        UserError: the model has nothing to train here, or the data is too short.
+        UserError: the data is too short.
     """
 
     def __init__(

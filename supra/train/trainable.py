@@ -27,14 +27,20 @@ class Trainable:
             self.adapters = None
 
 
+def check_trainable(stage: Stage, student: SupraForCausalLM) -> None:
+    """Raise a UserError if the model has nothing of the kind that the stage trains."""
+    field = f"stages.{stage.name}.trainable = {stage.trainable}"
+    if stage.trainable != "all" and not student.config.num_linear_layers:
+        raise UserError(field, "the model has no linear layer", "Convert at least one layer.")
+    if stage.trainable == "new" and not any(is_new_parameter(name) for name, _ in student.named_parameters()):
+        mend = "Convert it with a feature map that has weights, or train adapters or all."
+        raise UserError(field, "the model has no new parameter", mend)
+
+
 def enter_stage(
     stage: Stage, student: SupraForCausalLM, teacher: SupraForCausalLM | None, seed: int
 ) -> Trainable:
-    """Freeze everything, then open what the stage trains.
-
-    Raises:
-        UserError: the model has nothing of the kind that the stage trains.
-    """
+    """Freeze everything, then open what the stage trains."""
     student.requires_grad_(False)
     adapters = None
     if stage.trainable == "adapters":
@@ -45,12 +51,6 @@ def enter_stage(
         if stage.trainable == "all" or is_lora or (new and stage.train_new):
             parameter.requires_grad_(True)
     parameters = {name: p for name, p in student.named_parameters() if p.requires_grad}
-    if not parameters:
-        raise UserError(
-            f"stages.{stage.name}.trainable = {stage.trainable}",
-            "the model has no parameter of that kind",
-            "Convert it with a feature map that has weights, or train adapters or all.",
-        )
     if stage.trainable == "all" and teacher is not None:
         detach_from_teacher(parameters, teacher)
     return Trainable(parameters, adapters)
@@ -60,10 +60,6 @@ def _add_lora(lora: Lora, student: SupraForCausalLM, seed: int) -> PeftModel:
     """Wrap the projections of the linear layers in place; their weights' names gain `.base_layer`."""
     layers = [i for i, kind in enumerate(student.config.layer_types or []) if kind == "linear_attention"]
     targets = [f"model.layers.{i}.self_attn.{target}" for i in layers for target in lora.targets]
-    if not targets:
-        raise UserError(
-            "stages.lora", "the model has no linear layer to adapt", "Convert at least one layer."
-        )
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # annotated int, used as a factor

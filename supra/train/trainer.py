@@ -27,6 +27,7 @@ from supra.train.stage import StageRunner, changed_tensors, put_tensors
 from supra.train.teacher import build_teacher, without_adapters
 from supra.train.tokens import TokenStore, load_tokens
 from supra.train.tracking import Metrics, Reporter, read_metrics
+from supra.train.trainable import check_trainable
 
 StageCallback = Callable[[str, SupraForCausalLM], None]
 
@@ -76,6 +77,7 @@ def prepare(recipe: Recipe, model_dir: Path, reporter: Reporter) -> Prepared:
             stores[same] if same < position else load_tokens(data, loaded.tokenizer, report=reporter.say)
         )
     for stage, store in zip(recipe.stages, stores, strict=True):
+        check_trainable(stage, loaded.model)
         if len(store.tokens) < stage.length:
             raise UserError(
                 f"stages.{stage.name}.length = {stage.length}",

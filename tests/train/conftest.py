@@ -2,7 +2,9 @@
 
 import json
 import random
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,9 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from supra.models import SupraConfig, SupraForCausalLM
 
-WORDS = (
-    "the a cat dog house tree river runs sleeps sees under over big small old and but then who where".split()
-)
+WORDS = ("the", "a", "cat", "dog", "house", "tree", "river", "runs", "sleeps", "sees", "under", "over", "and")
 
 
 def write_text(path: Path, seed: int, num_words: int = 1500) -> Path:
@@ -30,7 +30,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=512, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=512, show_progress=False, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator([" ".join(WORDS)] * 20, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
@@ -66,12 +66,19 @@ def tiny_config(**options: Any) -> SupraConfig:
 
 def write_model(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     torch.manual_seed(0)
-    model = SupraForCausalLM(tiny_config(**options)).to(dtype)
+    model = SupraForCausalLM(tiny_config(**options))
+    model.to(dtype=dtype)  # type: ignore[call-arg]
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     (folder / "supra.json").write_text(json.dumps({"source": "random"}))
     (folder / "README.md").write_text("# Tiny\n")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    """This module: test modules cannot import it (there are no packages under tests/)."""
+    return sys.modules[__name__]
 
 
 @pytest.fixture(scope="session")
