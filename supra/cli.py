@@ -201,15 +201,17 @@ def generate(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Continue a prompt, streaming; memory stays constant however long the prompt is."""
-    from .textio import read_prompt
+    from .checks import Sampling, read_prompt, require_dtype, require_model_folder
 
     text = read_prompt(prompt, file)
-    set_threads(threads)
-    from .generate import Sampling, stream
-    from .loading import load_model
-
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
     sampling.check()
+    require_dtype(dtype)
+    require_model_folder(model)
+    set_threads(threads)
+    from .generate import stream
+    from .loading import load_model
+
     loaded = load_model(model, device=device, dtype=dtype, backend=backend)
     say(loaded.describe())
     pieces = []
@@ -232,6 +234,12 @@ def evaluate(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Perplexity on held-out text: the student, its ablations and its teacher on the same tokens."""
+    from .checks import require_dtype, require_model_folder
+
+    for folder in (model, teacher):
+        if folder is not None:
+            require_model_folder(folder)
+    require_dtype(dtype)
     set_threads(threads)
     from supra_eval.perplexity import evaluate_folder
 
@@ -283,7 +291,7 @@ def recipes_ls(as_json: Json = False) -> None:
     """List the shipped recipes."""
     from . import recipes
 
-    rows = recipes.list_recipes()
+    rows = recipes.ls()
     if as_json:
         typer.echo(json.dumps([{"name": row.name, "description": row.description} for row in rows]))
         return
@@ -294,11 +302,13 @@ def recipes_ls(as_json: Json = False) -> None:
 
 
 @recipes_app.command("show")
-def recipes_show(name: str) -> None:
+def recipes_show(
+    name: str, overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a field first.")] = None
+) -> None:
     """Print a recipe."""
     from . import recipes
 
-    typer.echo(recipes.read_recipe(name), nl=False)
+    typer.echo(recipes.show(name, overrides).rstrip("\n"))
     say(f"next: supra recipes cp {name} my.yaml")
 
 
@@ -307,9 +317,9 @@ def recipes_cp(name: str, target: Path) -> None:
     """Copy a recipe to change it."""
     from . import recipes
 
-    recipes.copy_recipe(name, target)
-    typer.echo(str(target))
-    say(f"next: edit it, then: supra recipes validate {target}")
+    copied = recipes.cp(name, target)
+    typer.echo(str(copied))
+    say(f"next: edit it, then: supra recipes validate {copied}")
 
 
 @recipes_app.command("validate")

@@ -20,10 +20,11 @@ import torch
 from supra_eval.perplexity import Perplexity, measure, measure_with_ablations, read_blocks
 
 from . import config
+from .checks import Sampling
 from .config import Data, Recipe
 from .convert import execute, make_plan
 from .errors import UserError
-from .generate import Sampling, decode_time_along, stream
+from .generate import decode_time_along, stream
 from .loading import load_model
 from .report import write_report
 from .train import read_metrics, run_training

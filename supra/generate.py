@@ -4,40 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .checks import Sampling
 from .errors import UserError
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen; temperature 0 is greedy."""
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raise a UserError that names the first value out of range."""
-        ranges = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
-            "repetition_penalty": (self.repetition_penalty > 0, "more than 0"),
-        }
-        for name, (fits, allowed) in ranges.items():
-            if not fits:
-                option = name.replace("_", "-")
-                raise UserError(f"--{option} {getattr(self, name)}", "is out of range", f"Use a value {allowed}")
 
 
 @torch.inference_mode()

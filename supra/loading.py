@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from supra_kernels import BackendError
 
+from .checks import require_dtype, require_model_folder
 from .errors import SupraError, UserError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,12 @@ def load_model(
 
     from . import models  # noqa: F401 - registers the converted model with the Auto classes
 
-    if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r}", "is unknown", f"Choose one of {', '.join(DTYPES)}")
+    require_dtype(dtype)
     require_model_folder(path)
     where = resolve_device(device)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[dtype], output_loading_info=True, local_files_only=True
+            path, dtype=getattr(torch, dtype), output_loading_info=True, local_files_only=True
         )
         loaded_tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True) if tokenizer else None
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -84,13 +82,3 @@ def load_model(
             raise UserError(f"backend {backend!r}", str(error), "See `supra doctor` for what runs here") from error
     attention = model.config._attn_implementation
     return Loaded(model, loaded_tokenizer, where, dtype, runs, attention)
-
-
-def require_model_folder(path: Path) -> None:
-    """Raise a UserError unless `path` is a folder with a config.json."""
-    if not path.exists():
-        raise UserError(str(path), "does not exist", "Give the folder that `supra convert` or `supra train` wrote")
-    if not path.is_dir():
-        raise UserError(str(path), "is a file, not a model folder", "Give the folder; convert a .gguf file first")
-    if not (path / "config.json").is_file():
-        raise UserError(str(path), "has no config.json, so it is no model folder", "Give the folder that holds config.json")

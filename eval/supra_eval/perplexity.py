@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from supra.config import Data
 from supra.errors import UserError
-from supra.loading import Loaded, load_model, require_model_folder
+from supra.loading import Loaded, load_model
 from supra.models import SupraForCausalLM
 from supra.train.sources import find_sources, read_documents
 from torch import Tensor
@@ -140,9 +140,6 @@ def evaluate_folder(
     Raises:
         UserError: a folder or text that is not there, or too little text for one block.
     """
-    require_model_folder(model)
-    if teacher is not None:
-        require_model_folder(teacher)
     student = load_model(model, device=device, dtype=dtype, backend=backend)
     say(student.describe())
     blocks, names = read_blocks(Data(train=tuple(data), unwrap=True), student.tokenizer, length, max_tokens)
