@@ -328,7 +328,7 @@ def _llama3_rope(tensor: Any, theta: float, head_dim: int, where: str) -> dict[s
     one.
     """
     stored = np.fromfile(where, np.float32, count=int(tensor.n_elements), offset=int(tensor.data_offset))
-    factor = float(stored.max())
+    factor = round(float(stored.max()), 4)
     low, high, length = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"], 8192
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = (length / wavelength - low) / (high - low)

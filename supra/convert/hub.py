@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from pathlib import Path
 from typing import Any
 
 from supra.convert.headers import TensorInfo, read_json, shard_names
-from supra.convert.shard_writer import OnBytes, header_bytes
+from supra.convert.shard_writer import OnBytes, disk_error, header_bytes
 from supra.convert.source import (
     SMALL_FILES,
     FolderSource,
@@ -67,7 +68,6 @@ class HubSource(Source):
 
     def _ask(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the hub, turning its many errors into one UserError."""
-        import httpx
         from huggingface_hub import errors
 
         try:
@@ -97,9 +97,11 @@ class HubSource(Source):
         except (
             errors.LocalEntryNotFoundError,
             errors.OfflineModeIsEnabled,
-            httpx.HTTPError,
+            errors.HTTPError,
             OSError,
         ) as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise disk_error(error, Path(self.location)) from None
             reason = f"there is no such folder, and the hub cannot be reached ({type(error).__name__})"
             mend = "Check the path, or the network; a downloaded folder or .gguf file needs none"
         raise UserError(self.location, reason, mend) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +53,13 @@ class PickleSource(Source):
             self._folder / name,
             "Download it again, or convert it to safetensors where it came from",
         )
+        # Files from before torch 1.6 are no zip archives, and cannot be mapped.
+        mapped = zipfile.is_zipfile(path)
         try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise UserError(str(path), f"torch cannot read it ({error})", again) from None
-            loaded = torch.load(path, map_location="cpu", weights_only=True)  # a file from before torch 1.6
-        except (pickle.UnpicklingError, EOFError, ValueError) as error:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(str(path), f"it is no plain file of tensors ({reason})", again) from None
+            raise UserError(str(path), f"it is no plain file of tensors ({reason[:120]})", again) from None
         if not isinstance(loaded, dict) or not all(
             isinstance(value, torch.Tensor) for value in loaded.values()
         ):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 def teacher_config(raw: dict[str, Any], where: str) -> tuple[Architecture, dict[str, Any]]:
     """The architecture, and config.json with its class's defaults filled in; UserError when it is unfit."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     row = check(raw, where)
@@ -23,7 +24,7 @@ def teacher_config(raw: dict[str, Any], where: str) -> tuple[Architecture, dict[
     try:
         silenced.setLevel(logging.ERROR)
         full = AutoConfig.for_model(**raw).to_dict()
-    except (ValueError, TypeError, KeyError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             where, f"transformers refuses it ({_first_line(error)})", "Correct config.json"
         ) from None
@@ -50,6 +51,8 @@ def student_config(
 
     `dtype` is the teacher's, as config.json names it; `conversion` is already resolved.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     from supra.models import SupraConfig
 
     layers = softmax_layer_types(full)
@@ -79,7 +82,7 @@ def student_config(
             group_norm_affine=conversion.norm_affine,
             window=conversion.window,
         )
-    except (ValueError, TypeError) as error:
+    except (StrictDataclassError, ValueError, TypeError) as error:
         raise UserError(where, _first_line(error), "Change the conversion's options") from None
 
 

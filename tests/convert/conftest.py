@@ -25,8 +25,10 @@ TINY: dict[str, Any] = {
 MakeTeacher = Callable[..., Path]
 
 
-def build_teacher(folder: Path, model_type: str = "llama", *, dtype: torch.dtype = torch.float32, **fields: Any) -> Path:
-    """Save a random `model_type` model in `folder`; biases and norms are random too, so that losing one shows."""
+def build_teacher(
+    folder: Path, model_type: str = "llama", *, dtype: torch.dtype = torch.float32, **fields: Any
+) -> Path:
+    """Save a random `model_type` model; biases and norms are random too, so that losing one shows."""
     shard_size = fields.pop("max_shard_size", "5GB")
     config = AutoConfig.for_model(model_type, **{**TINY, **fields})
     config.dtype = dtype

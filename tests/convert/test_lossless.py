@@ -1,4 +1,4 @@
-"""With every layer left as softmax, the converted model is the teacher, bit for bit, in every architecture."""
+"""With softmax in every layer, the converted model is the teacher, bit for bit, in every architecture."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
-    "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama-linear-rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "llama-yarn-rope": ("llama", {"rope_parameters": YARN}),
     "llama-9-heads": ("llama", {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}),
     "llama-12-heads": ("llama", {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}),
@@ -41,7 +44,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-tied-window": (
         "qwen2",
-        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+        },
     ),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3-biases-tied": ("qwen3", {"head_dim": 128, "attention_bias": True, "tie_word_embeddings": True}),
@@ -56,7 +64,9 @@ def all_softmax(teacher: Path, out: Path, num_layers: int = 2) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_the_teachers_bit_for_bit(case: str, dtype: torch.dtype, make_teacher: Any, tmp_path: Path) -> None:
+def test_logits_equal_the_teachers_bit_for_bit(
+    case: str, dtype: torch.dtype, make_teacher: Any, tmp_path: Path
+) -> None:
     model_type, fields = CASES[case]
     teacher_folder = make_teacher(model_type, dtype=dtype, **fields)
     all_softmax(teacher_folder, tmp_path / "out")
