@@ -1,7 +1,8 @@
 """The operators and their dispatch: the only file that knows backends.
 
-A backend is one entry of `BACKENDS`. `auto` takes the first entry of `AUTO_ORDER` that is available on the tensors' device; any
-other name is used as asked or refused with the reason. Nothing ever falls back silently.
+A backend is one entry of `BACKENDS`. `auto` takes the first entry of `AUTO_ORDER` that is available on the
+tensors' device; any other name is used as asked or refused with the reason. Nothing ever falls back
+silently.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,8 @@ class BackendError(ValueError):
 
 @dataclass(frozen=True)
 class Backend:
-    """Implementations of the operators and `unavailable(device)`: why it cannot run (on that device, or at all if None)."""
+    """Implementations of the operators and `unavailable(device)`: why it cannot run (on that device, or at
+    all if None)."""
 
     linear_attention: Callable[..., tuple[Tensor, Tensor | None]]
     linear_attention_step: Callable[..., tuple[Tensor, Tensor]]
@@ -37,7 +39,9 @@ def _everywhere(device: torch.device | None) -> str | None:
 
 
 BACKENDS: dict[str, Backend] = {
-    "torch": Backend(linear_attention_torch, linear_attention_step_torch, window_attention_torch, _everywhere),
+    "torch": Backend(
+        linear_attention_torch, linear_attention_step_torch, window_attention_torch, _everywhere
+    ),
     "reference": Backend(
         reference.linear_attention_recurrent,
         reference.linear_attention_step,
@@ -55,7 +59,8 @@ def available_backends() -> dict[str, str]:
 
 
 def resolve_backend(name: str, device: torch.device | str) -> str:
-    """The backend that `name` means on `device`: itself, or for `auto` the first of `AUTO_ORDER` that can run there.
+    """The backend that `name` means on `device`: itself, or for `auto` the first of `AUTO_ORDER` that can
+    run there.
 
     Raises BackendError, with the reason, if there is no such backend or it cannot run.
     """
@@ -65,7 +70,9 @@ def resolve_backend(name: str, device: torch.device | str) -> str:
         for each, reason in reasons.items():
             if reason is None:
                 return each
-        raise BackendError(f"no backend can run on {device}: " + "; ".join(f"{k}: {r}" for k, r in reasons.items()))
+        raise BackendError(
+            f"no backend can run on {device}: " + "; ".join(f"{k}: {r}" for k, r in reasons.items())
+        )
     if name not in BACKENDS:
         raise BackendError(f"there is no backend {name!r}; known: auto, {', '.join(BACKENDS)}")
     reason = BACKENDS[name].unavailable(device)
@@ -91,13 +98,15 @@ def linear_attention(
     chunk_size: int | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal linear attention `S_t = exp(log_decay_t) S_{t−1} + k_tᵀ v_t`, `o_t = scale · q_t S_t` → `(o, final state)`.
+    """Causal linear attention `S_t = exp(log_decay_t) S_{t−1} + k_tᵀ v_t`, `o_t = scale · q_t S_t` → `(o,
+    final state)`.
 
-    `q` `[B, T, H, K]`, `k` `[B, T, G, K]`, `v` `[B, T, G, V]` with H a multiple of G; `log_decay` ≤ 0, finite: None, `[H]`,
-    `[G]`, `[B, T, H]` or `[B, T, G]`. `o` `[B, T, H, V]` has `v`'s dtype. States `[N, S, K, V]` are fp32 (fp64 if an input
-    is), S = G if the decay is None or has G heads, else H, and N = B, or the number of sequences packed in a batch of one by
-    `cu_seqlens` (int64 `[N + 1]`). `chunk_size` None lets the backend choose. Differentiable once in `q, k, v, log_decay,
-    initial_state`, through `o` and the final state. Raises ValueError if shapes do not fit, BackendError as `resolve_backend`.
+    `q` `[B, T, H, K]`, `k` `[B, T, G, K]`, `v` `[B, T, G, V]` with H a multiple of G; `log_decay` ≤ 0,
+    finite: None, `[H]`, `[G]`, `[B, T, H]` or `[B, T, G]`. `o` `[B, T, H, V]` has `v`'s dtype. States `[N,
+    S, K, V]` are fp32 (fp64 if an input is), S = G if the decay is None or has G heads, else H, and N = B,
+    or the number of sequences packed in a batch of one by `cu_seqlens` (int64 `[N + 1]`). `chunk_size` None
+    lets the backend choose. Differentiable once in `q, k, v, log_decay, initial_state`, through `o` and the
+    final state. Raises ValueError if shapes do not fit, BackendError as `resolve_backend`.
     """
     check_linear_attention(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
     return _backend(backend, q).linear_attention(
@@ -116,10 +125,12 @@ def linear_attention_step(
     scale: float = 1.0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """One token of `linear_attention` → `(o [B, H, V], state)`; the state is updated in place unless a gradient needs it.
+    """One token of `linear_attention` → `(o [B, H, V], state)`; the state is updated in place unless a
+    gradient needs it.
 
-    `q` `[B, H, K]`, `k` `[B, G, K]`, `v` `[B, G, V]`, `state` `[B, S, K, V]`, `log_decay` None, `[H]`, `[G]`, `[B, H]` or `[B, G]`.
-    Use the returned state: the reference backend leaves the given one alone. Raises as `linear_attention`.
+    `q` `[B, H, K]`, `k` `[B, G, K]`, `v` `[B, G, V]`, `state` `[B, S, K, V]`, `log_decay` None, `[H]`,
+    `[G]`, `[B, H]` or `[B, G]`. Use the returned state: the reference backend leaves the given one alone.
+    Raises as `linear_attention`.
     """
     check_step(q, k, v, state, log_decay)
     return _backend(backend, q).linear_attention_step(q, k, v, state, log_decay, scale=scale)
@@ -140,12 +151,21 @@ def window_attention(
 ) -> tuple[Tensor, Tensor]:
     """Exact causal softmax attention over the last `window` tokens, self included → `(o, lse)`.
 
-    `q` `[B, T, H, D]`, `k` `[B, T, G, D]`, `v` `[B, T, G, V]` → `o` `[B, T, H, V]` in `v`'s dtype and `lse` `[B, T, H]`, the log of
-    the softmax denominator, fp32 (fp64 if an input is). `past_k`, `past_v` `[N, P, G, ·]` are the keys just before the
-    segment, the newest last, of which the last `past_valid` int `[N]` are real (None: all). N and `cu_seqlens` as in
-    `linear_attention`. Memory is linear in T; differentiable once, through both outputs. Raises as `linear_attention`.
+    `q` `[B, T, H, D]`, `k` `[B, T, G, D]`, `v` `[B, T, G, V]` → `o` `[B, T, H, V]` in `v`'s dtype and `lse`
+    `[B, T, H]`, the log of the softmax denominator, fp32 (fp64 if an input is). `past_k`, `past_v` `[N, P,
+    G, ·]` are the keys just before the segment, the newest last, of which the last `past_valid` int `[N]`
+    are real (None: all). N and `cu_seqlens` as in `linear_attention`. Memory is linear in T; differentiable
+    once, through both outputs. Raises as `linear_attention`.
     """
     check_window(q, k, v, window, cu_seqlens, past_k, past_v, past_valid)
     return _backend(backend, q).window_attention(
-        q, k, v, window=window, scale=scale, cu_seqlens=cu_seqlens, past_k=past_k, past_v=past_v, past_valid=past_valid
+        q,
+        k,
+        v,
+        window=window,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        past_k=past_k,
+        past_v=past_v,
+        past_valid=past_valid,
     )

@@ -1,11 +1,26 @@
 """Blocks of consecutive tokens as batches of small matrices, in scratch buffers that stay in cache.
 
-The queries of a key/value group are folded into the rows of one matrix, so keys and values are never repeated, and copying
-a block into its buffer also makes it contiguous and fp32 whatever the dtype and strides it came with.
+The queries of a key/value group are folded into the rows of one matrix, so keys and values are never
+repeated, and copying a block into its buffer also makes it contiguous and fp32 whatever the dtype and
+strides it came with.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+
+def cut(start: int, end: int, size: int, most: int) -> Iterator[tuple[int, int, int]]:
+    """Blocks `(first token, pieces, tokens of a piece)` that cover [start, end): even blocks of at most
+    `most` full pieces of `size` tokens, then what remains as one piece."""
+    full, rest = divmod(end - start, size)
+    blocks = -(-full // max(1, most))
+    for i in range(blocks):
+        first, last = full * i // blocks, full * (i + 1) // blocks
+        yield start + first * size, last - first, size
+    if rest:
+        yield end - rest, 1, rest
 
 
 class Buffers:
@@ -32,7 +47,8 @@ def block_view(x: Tensor, start: int, M: int, C: int, G: int) -> Tensor:
 
 
 def load(buffer: Tensor, view: Tensor, scale: float = 1.0) -> Tensor:
-    """Copy `view` `[M, B, G, n, C, D]` into its buffer, times `scale`, and return it as matrices `[M·B·G, n·C, D]`."""
+    """Copy `view` `[M, B, G, n, C, D]` into its buffer, times `scale`, and return it as matrices `[M·B·G,
+    n·C, D]`."""
     M, B, G, n, C, D = view.shape
     buffer.copy_(view)
     if scale != 1.0:

@@ -1,17 +1,18 @@
 """The `torch` backend: chunked linear attention tuned for CPU, forward and backward.
 
-Notable: queries of one key/value group are folded into the rows of one matrix, so keys and values are never repeated; blocks
-of a few chunks are copied into fp32 buffers that stay in cache, whatever the inputs' dtype and strides; the only thing saved
-beside the inputs is one state per block, from which the backward pass recomputes the states of the block's chunks.
+Notable: the queries of a key/value group are folded into the rows of one matrix, so keys and values are
+never repeated; blocks of a few chunks are copied into fp32 buffers that stay in cache, whatever the inputs'
+dtype and strides; beside the inputs only one state per block is saved, from which the backward pass
+recomputes the states between the block's chunks.
 
 Shape legend (the derivation is in kernels/README.md):
     B batch, T tokens, H query heads, G key/value heads, n = H / G, K key dim, V value dim
-    C tokens of a chunk, M chunks of a block, m decays of a group (n: per query head, 1: shared in the group, or no decay)
-    a block's tensors start with M, so that states of consecutive chunks are consecutive in memory
+    C tokens of a chunk, M chunks of a block, m decays of a group (n: per query head, 1: shared in the
+    group, or no decay) a block's tensors start with M, so that the states of consecutive chunks are
+    consecutive in memory
 """
 
 import itertools
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,289 +20,241 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from supra_kernels.blocks import Buffers, block_view, load
+from supra_kernels.blocks import Buffers, block_view, cut, load
+from supra_kernels.decay import Decay, DecayGradient, Place, decays
 
-BLOCK_BYTES = 1 << 20  # of the folded queries of one block: a handful of such buffers stay in the L2 caches of two cores
+BLOCK_BYTES = (
+    1 << 20
+)  # of the queries of one block: a handful of buffers of that size fit the L2 caches of two cores
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The static description of one call."""
+    """The static description of one call; `documents` are the blocks of each sequence, in order."""
 
     B: int
-    H: int
     G: int
+    n: int
+    m: int
     K: int
     V: int
-    m: int
     scale: float
-    chunk_size: int
     dtype: torch.dtype
-    documents: tuple[tuple[int, int], ...]
-
-    @property
-    def n(self) -> int:
-        return self.H // self.G
-
-    def blocks(self) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
-        """Per document, its blocks `(first token, M, C)`: full chunks, then the rest as one chunk of its own size."""
-        chunk_bytes = self.B * self.chunk_size * self.H * max(self.K, self.V) * self.dtype.itemsize
-        most = max(1, BLOCK_BYTES // max(1, chunk_bytes))
-        for index, (start, end) in enumerate(self.documents):
-            size = self.chunk_size
-            full, rest = divmod(end - start, size)
-            found = []
-            for first in range(0, full, most):
-                found.append((start + first * size, min(most, full - first), size))
-            if rest:
-                found.append((end - rest, 1, rest))
-            yield index, found
-
-
-@dataclass(frozen=True)
-class Decay:
-    """Decay factors of one block, shaped to broadcast; `b` is the log decay accumulated from the chunk's start.
-
-    scores `[M, B, G, m, C, C]` exp(b_i − b_j), 0 for j > i; from_start `[M, B, G, m, C, 1]` exp(b_i);
-    to_end `[M, B, G, C, m, 1]` exp(b_C − b_j); whole `[M, B, G, m, 1, 1]` exp(b_C). M and B are 1 for a fixed decay.
-    """
-
-    scores: Tensor
-    from_start: Tensor
-    to_end: Tensor
-    whole: Tensor
-
-    @staticmethod
-    def of(b: Tensor) -> "Decay":
-        """From the accumulated log decay `b` `[M, B, G, m, C]`. Differences come first: no positive number meets exp."""
-        C = b.shape[-1]
-        end = b[..., -1:]
-        past = torch.ones(C, C, dtype=torch.bool, device=b.device).tril()
-        scores = (b.unsqueeze(-1) - b.unsqueeze(-2)).masked_fill_(~past, float("-inf")).exp_()
-        to_end = (end - b).exp_().transpose(-1, -2).unsqueeze(-1)
-        return Decay(scores, b.exp().unsqueeze(-1), to_end, end.exp().unsqueeze(-1))
-
-
-def accumulated(log_decay: Tensor, sizes: Sizes, start: int, M: int, C: int) -> Tensor:
-    """The log decay summed from the start of each chunk, itself included: `[M, B, G, m, C]` (M = B = 1 if fixed)."""
-    if log_decay.dim() == 1:
-        counts = torch.arange(1, C + 1, dtype=sizes.dtype, device=log_decay.device)
-        return log_decay.to(sizes.dtype).view(1, 1, sizes.G, sizes.m, 1) * counts
-    block = log_decay[:, start : start + M * C].to(sizes.dtype)
-    return block.view(sizes.B, M, C, sizes.G, sizes.m).permute(1, 0, 3, 4, 2).cumsum(-1)
-
-
-def decays(log_decay: Tensor | None, sizes: Sizes) -> Callable[[int, int, int], Decay | None]:
-    """A function `(start, M, C)` → decay of that block; a fixed decay is computed once per chunk length."""
-    known: dict[int, Decay] = {}
-
-    def decay_of(start: int, M: int, C: int) -> Decay | None:
-        if log_decay is None:
-            return None
-        if log_decay.dim() > 1:
-            return Decay.of(accumulated(log_decay, sizes, start, M, C))
-        if C not in known:
-            known[C] = Decay.of(accumulated(log_decay, sizes, start, M, C))
-        return known[C]
-
-    return decay_of
-
-
-def scores(q: Tensor, k: Tensor, decay: Decay | None, out: Tensor) -> Tensor:
-    """`q kᵀ`, causal and decayed: `[M·B·G, n·C, C]`."""
-    torch.bmm(q, k.transpose(1, 2), out=out)
-    return mask(out, decay)
-
-
-def mask(x: Tensor, decay: Decay | None) -> Tensor:
-    C = x.shape[-1]
-    if decay is None:
-        x.view(-1, C, C).tril_()
-    else:
-        M, B, G, m = decay.scores.shape[:4]
-        by_group = x.view(-1, B, G, m, x.shape[1] // (m * C), C, C) if M > 1 or B > 1 else None
-        if by_group is None:
-            x.view(-1, G, m, x.shape[1] // (m * C), C, C).mul_(decay.scores.view(G, m, 1, C, C))
-        else:
-            by_group.mul_(decay.scores.unsqueeze(4))
-    return x
+    documents: list[list[Place]]
 
 
 class Block:
-    """Operands of one block that forward and backward share: q, k, v, k decayed to the chunk's end, and states."""
+    """A block's q, k, v as matrices per group, and the state before and after each of its chunks.
+
+    q `[M·B·G, n·C, K]`, k `[M·B·G, C, K]`, v `[M·B·G, C, V]`, k_end (k decayed to the chunk's end) `[M·B·G,
+    C, m·K]`, states `[M + 1, B, G, m, K, V]`: states[i] is the one before chunk i, states[M] the one the
+    block leaves behind.
+    """
 
     def __init__(
-        self, sizes: Sizes, buffers: Buffers, decay: Decay | None, place: tuple[int, int, int],
-        q: Tensor, k: Tensor, v: Tensor, state: Tensor,
+        self, s: Sizes, buffers: Buffers, decay: Decay | None, place: Place, q: Tensor, k: Tensor, v:
+        Tensor, state: Tensor
     ) -> None:  # fmt: skip
         start, M, C = place
-        B, G, n, m, K, V = sizes.B, sizes.G, sizes.n, sizes.m, sizes.K, sizes.V
-        self.batch, self.M, self.C, self.decay = M * B * G, M, C, decay
-        self.q = load(buffers("q", M, B, G, n, C, K), block_view(q, start, M, C, G), sizes.scale)
-        self.k = load(buffers("k", M, B, G, 1, C, K), block_view(k, start, M, C, G))
-        self.v = load(buffers("v", M, B, G, 1, C, V), block_view(v, start, M, C, G))
+        self.M, self.C, self.decay = M, C, decay
+        self.q = load(buffers("q", M, s.B, s.G, s.n, C, s.K), block_view(q, start, M, C, s.G), s.scale)
+        self.k = load(buffers("k", M, s.B, s.G, 1, C, s.K), block_view(k, start, M, C, s.G))
+        self.v = load(buffers("v", M, s.B, s.G, 1, C, s.V), block_view(v, start, M, C, s.G))
         self.k_end = self.k
         if decay is not None:
-            k_end = buffers("k_end", M, B, G, C, m, K)
-            torch.mul(self.k.view(M, B, G, C, 1, K), decay.to_end, out=k_end)
-            self.k_end = k_end.view(self.batch, C, m * K)
-        # states[i] is the state before chunk i, states[M] the one the block leaves behind.
-        self.states = buffers("states", M + 1, B, G, m, K, V)
+            self.k_end = buffers("k_end", len(self.k), C, s.m * s.K)
+            torch.mul(
+                self.k.view(M, s.B, s.G, 1, C, s.K), decay.to_end,
+                out=self.k_end.view(M, s.B, s.G, C, s.m, s.K).transpose(3, 4),
+            )  # fmt: skip
+        self.states = buffers("states", M + 1, s.B, s.G, s.m, s.K, s.V)
         self.states[0] = state
-        increments = self.states[1:].view(self.batch, m * K, V)
-        torch.bmm(self.k_end.transpose(1, 2), self.v, out=increments)
-        for i in range(M):
-            accumulate(self.states[i + 1], self.states[i], decay, i)
+        # Each chunk's own contribution first, all at once; then what it inherits, one after the other.
+        torch.bmm(self.k_end.transpose(1, 2), self.v, out=self.states[1:].view(len(self.k), s.m * s.K, s.V))
+        inherit(self.states.unbind(), decay)
 
     def before(self) -> Tensor:
-        """The states before each chunk, `[M·B·G·m, K, V]`."""
-        return self.states[:-1].view(-1, *self.states.shape[-2:])
+        """The state before each chunk, `[M·B·G·m, K, V]`."""
+        return self.states[:-1].flatten(0, 3)
+
+    def by_state(self, x: Tensor) -> Tensor:
+        """Rows folded by group, `[M·B·G, n·C, D]`, as rows that share a state, `[M·B·G·m, n/m·C, D]`."""
+        return x.view(self.states[:-1].shape[:4].numel(), -1, x.shape[-1])
+
+    def from_start(self, x: Tensor, out: Tensor) -> Tensor:
+        """exp(b_i) x_i, as rows that share a state; without a decay x itself."""
+        if self.decay is not None:
+            shape = (*self.states[:-1].shape[:4], -1, self.C, x.shape[-1])
+            x = torch.mul(x.view(shape), self.decay.from_start, out=out.view(shape))
+        return self.by_state(x)
+
+    def mask(self, x: Tensor) -> Tensor:
+        """Causality and decay on scores `[M·B·G, n·C, C]`, in place."""
+        if self.decay is None:
+            x.view(-1, self.C, self.C).tril_()
+        else:
+            x.view(*self.states[:-1].shape[:4], -1, self.C, self.C).mul_(self.decay.between)
+        return x
 
 
-def accumulate(target: Tensor, source: Tensor, decay: Decay | None, chunk: int) -> None:
-    """target += exp(b_C) · source, over `[B, G, m, K, V]`."""
+def inherit(states: tuple[Tensor, ...], decay: Decay | None) -> None:
+    """states[i + 1] += exp(b_C of chunk i) states[i], in order."""
     if decay is None:
-        target.add_(source)
+        for before, after in itertools.pairwise(states):
+            after.add_(before)
     else:
-        whole = decay.whole
-        target.addcmul_(whole[chunk if whole.shape[0] > 1 else 0], source)
+        for whole, before, after in zip(decay.chunks(len(states) - 1), states[:-1], states[1:], strict=True):
+            after.addcmul_(whole, before)
 
 
-def decay_rows(x: Tensor, block: Block, sizes: Sizes, buffers: Buffers, name: str) -> Tensor:
-    """exp(b_i) · x, `[M·B·G·m, (n/m)·C, D]` from and as rows folded by group; x itself without decay."""
-    rows = sizes.n // sizes.m * block.C
-    if block.decay is None:
-        return x.view(-1, rows, x.shape[-1])
-    M, B, G, m = block.M, sizes.B, sizes.G, sizes.m
-    shape = (M, B, G, m, rows // block.C, block.C, x.shape[-1])
-    out = buffers(name, *shape)
-    torch.mul(x.view(shape), block.decay.from_start.unsqueeze(4), out=out)
-    return out.view(-1, rows, x.shape[-1])
+def bequeath(d_states: tuple[Tensor, ...], decay: Decay | None) -> None:
+    """The adjoint of `inherit`: d_states[i] += exp(b_C of chunk i) d_states[i + 1], from the last to the
+    first."""
+    if decay is None:
+        for after, before in itertools.pairwise(reversed(d_states)):
+            before.add_(after)
+    else:
+        wholes = reversed(decay.chunks(len(d_states) - 1))
+        for whole, (after, before) in zip(wholes, itertools.pairwise(reversed(d_states)), strict=True):
+            before.addcmul_(whole, after)
+
+
+def block_forward(block: Block, buffers: Buffers) -> Tensor:
+    """`o` of a block, `[M·B·G, n·C, V]`."""
+    rows = block.q.shape[:2]
+    scores = torch.bmm(block.q, block.k.transpose(1, 2), out=buffers("scores", *rows, block.C))
+    o = torch.bmm(block.mask(scores), block.v, out=buffers("o", *rows, block.v.shape[-1]))
+    q_start = block.from_start(block.q, buffers("q_start", *block.q.shape))
+    block.by_state(o).baddbmm_(q_start, block.before())
+    return o
+
+
+def block_backward(
+    s: Sizes,
+    block: Block,
+    buffers: Buffers,
+    place: Place,
+    do: Tensor,
+    d_state: Tensor,
+    d_decay: DecayGradient | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients `(dq, dk, dv, state before the block)` from those of a block's output and of the state
+    after it."""
+    M, B, G, C = block.M, s.B, s.G, block.C
+    batch, decay = len(block.q), block.decay
+    do_start = block.from_start(do, buffers("do_start", *do.shape))
+
+    # d_states[i + 1] belongs to the state that chunk i leaves, d_states[0] to the one the block receives.
+    d_states = buffers("d_states", *block.states.shape)
+    d_states[-1] = d_state
+    torch.bmm(block.by_state(block.q).transpose(1, 2), do_start, out=d_states[:-1].flatten(0, 3))
+    bequeath(d_states.unbind(), decay)
+    d_after = d_states[1:].view(batch, s.m * s.K, s.V)
+
+    d_scores = torch.bmm(do, block.v.transpose(1, 2), out=buffers("d_scores", batch, s.n * C, C))
+    scores = torch.bmm(block.q, block.k.transpose(1, 2), out=buffers("scores", *d_scores.shape))
+    block.mask(scores)
+    dv = torch.bmm(scores.transpose(1, 2), do, out=buffers("dv", batch, C, s.V))
+    dv.baddbmm_(block.k_end, d_after)
+    between = scores.mul_(d_scores) if d_decay is not None else None
+    block.mask(d_scores)
+
+    dq = buffers("dq", *block.q.shape)
+    torch.bmm(do_start, block.before().transpose(1, 2), out=block.by_state(dq))
+    from_start = (block.q * dq).view(M, B, G, s.m, -1, C, s.K).sum((4, 6)) if d_decay is not None else None
+    dq.baddbmm_(d_scores, block.k)
+
+    dk = torch.bmm(d_scores.transpose(1, 2), block.q, out=buffers("dk", *block.k.shape))
+    if decay is None:
+        dk.baddbmm_(block.v, d_after.transpose(1, 2))
+    else:
+        dk_end = torch.bmm(block.v, d_after.transpose(1, 2), out=buffers("dk_end", batch, C, s.m * s.K))
+        by_head = dk_end.view(M, B, G, C, s.m, s.K).transpose(3, 4).mul_(decay.to_end)
+        dk += by_head.sum(3).view(dk.shape)
+        if d_decay is not None and between is not None and from_start is not None:
+            to_end = (by_head * block.k.view(M, B, G, 1, C, s.K)).sum(-1)
+            whole = (block.states[:-1] * d_states[1:]).sum((-1, -2)) * decay.whole[..., 0, 0]
+            d_decay.add(place, between.view(M, B, G, s.m, -1, C, C).sum(4), from_start, to_end, whole)
+    return dq.mul_(s.scale) if s.scale != 1.0 else dq, dk, dv, d_states[0]
 
 
 class ChunkedLinearAttention(torch.autograd.Function):
-    """`(o, final_state)` of one call; every argument after `initial_state` is static."""
+    """`(o, final_state)` of one call; the states have the shape `[N, S, K, V]` of the public operator."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial_state: Tensor, sizes: Sizes
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial_state: Tensor, s: Sizes
     ) -> tuple[Tensor, Tensor]:
-        B, G, n, m, K, V = sizes.B, sizes.G, sizes.n, sizes.m, sizes.K, sizes.V
-        buffers, decay_of = Buffers(q.device, sizes.dtype), decays(log_decay, sizes)
-        o = torch.empty(B, q.shape[1], sizes.H, V, dtype=v.dtype, device=q.device)
-        final_state = torch.empty_like(initial_state)
-        kept: list[Tensor] = []
-        for document, blocks in sizes.blocks():
-            state = initial_state[document * B : (document + 1) * B].view(B, G, m, K, V)
+        buffers, decay_of = Buffers(q.device, s.dtype), decays(log_decay, s.G, s.dtype)
+        o = torch.empty(*q.shape[:3], s.V, dtype=v.dtype, device=q.device)
+        state_shape = (s.B, s.G, s.m, s.K, s.V)
+        kept, finals = [], []
+        for blocks, initial in zip(s.documents, initial_state.split(s.B), strict=True):
+            state = initial.reshape(state_shape)
             for place in blocks:
                 kept.append(state)
-                block = Block(sizes, buffers, decay_of(*place), place, q, k, v, state)
-                _, M, C = place
-                weights = scores(block.q, block.k, block.decay, buffers("scores", M * B * G, n * C, C))
-                o_block = buffers("o", M * B * G, n * C, V)
-                torch.bmm(weights, block.v, out=o_block)
-                q_start = decay_rows(block.q, block, sizes, buffers, "q_start")
-                o_block.view(-1, n // m * C, V).baddbmm_(q_start, block.before())
-                block_view(o, place[0], M, C, G).copy_(o_block.view(M, B, G, n, C, V))
+                block = Block(s, buffers, decay_of(place), place, q, k, v, state)
+                target = block_view(o, *place, s.G)
+                target.copy_(block_forward(block, buffers).view(target.shape))
                 state = block.states[-1].clone()
-            final_state[document * B : (document + 1) * B] = state.view(B, G * m, K, V)
+            finals.append(state.view(initial.shape))
         ctx.save_for_backward(q, k, v, log_decay, *kept)
-        ctx.sizes = sizes
-        return o, final_state
+        ctx.sizes = s
+        return o, torch.cat(finals)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, *kept = ctx.saved_tensors
-        sizes: Sizes = ctx.sizes
-        B, G, n, m, K, V = sizes.B, sizes.G, sizes.n, sizes.m, sizes.K, sizes.V
-        buffers, decay_of = Buffers(q.device, sizes.dtype), decays(log_decay, sizes)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        wants_decay = log_decay is not None and ctx.needs_input_grad[3]
-        d_decay = torch.zeros_like(log_decay, dtype=sizes.dtype) if wants_decay else None
-        d_initial = torch.empty_like(d_final)
-        kept = list(kept)
-        for document, blocks in reversed(list(sizes.blocks())):
-            rows_of = slice(document * B, (document + 1) * B)
-            d_state = d_final[rows_of].view(B, G, m, K, V)
-            for place in reversed(blocks):
-                start, M, C = place
-                block = Block(sizes, buffers, decay_of(*place), place, q, k, v, kept.pop())
-                do_block = load(buffers("do", M, B, G, n, C, V), block_view(do, start, M, C, G))
-                do_start = decay_rows(do_block, block, sizes, buffers, "do_start")
-
-                # d_states[i + 1] is the gradient of the state chunk i leaves, d_states[0] of the one the block receives.
-                d_states = buffers("d_states", M + 1, B, G, m, K, V)
-                d_states[-1] = d_state
-                q_rows = block.q.view(-1, n // m * C, K)
-                torch.bmm(q_rows.transpose(1, 2), do_start, out=d_states[:-1].view(-1, K, V))
-                for i in reversed(range(M)):
-                    accumulate(d_states[i], d_states[i + 1], block.decay, i)
-                d_after = d_states[1:].view(M * B * G, m * K, V)
-
-                weights = scores(block.q, block.k, block.decay, buffers("scores", M * B * G, n * C, C))
-                dv_block = buffers("dv", M * B * G, C, V)
-                torch.bmm(weights.transpose(1, 2), do_block, out=dv_block)
-                dv_block.baddbmm_(block.k_end, d_after)
-
-                d_weights = buffers("d_scores", M * B * G, n * C, C)
-                torch.bmm(do_block, block.v.transpose(1, 2), out=d_weights)
-                if wants_decay:
-                    by_key = (weights * d_weights).view(M, B, G, m, -1, C).sum(-2)
-                mask(d_weights, block.decay)
-                dq_block = buffers("dq", M * B * G, n * C, K)
-                torch.bmm(d_weights, block.k, out=dq_block)
-                dq_block.view(-1, n // m * C, K).baddbmm_(do_start, block.before().transpose(1, 2))
-
-                dk_block = buffers("dk", M * B * G, C, K)
-                torch.bmm(d_weights.transpose(1, 2), block.q, out=dk_block)
-                if block.decay is None:
-                    dk_block.baddbmm_(block.v, d_after.transpose(1, 2))
-                else:
-                    dk_end = buffers("dk_end", M * B * G, C, m * K)
-                    torch.bmm(block.v, d_after.transpose(1, 2), out=dk_end)
-                    dk_end = dk_end.view(M, B, G, C, m, K).mul_(block.decay.to_end)
-                    dk_block.add_(dk_end.sum(-2).view(dk_block.shape))
-
-                if wants_decay:
-                    d_b = (block.q * dq_block).view(M, B, G, m, -1, C, K).sum((-3, -1))
-                    by_state = torch.einsum("xbgcmk,xbgck->xbgmc", dk_end, block.k.view(M, B, G, C, K))
-                    d_b -= by_key + by_state
-                    d_b[..., -1] += by_state.sum(-1)
-                    through = (block.states[:-1] * d_states[1:]).sum((-1, -2)) * block.decay.whole[..., 0, 0]
-                    d_b[..., -1] += through
-                    if log_decay.dim() == 1:
-                        counts = torch.arange(1, C + 1, dtype=sizes.dtype, device=q.device)
-                        d_decay += (d_b.sum((0, 1)) @ counts).view(-1)
-                    else:
-                        d_log = d_b.flip(-1).cumsum(-1).flip(-1).permute(1, 0, 4, 2, 3)
-                        d_decay[:, start : start + M * C] = d_log.reshape(B, M * C, G * m)
-
-                if sizes.scale != 1.0:
-                    dq_block.mul_(sizes.scale)
-                block_view(dq, start, M, C, G).copy_(dq_block.view(M, B, G, n, C, K))
-                block_view(dk, start, M, C, G).copy_(dk_block.view(M, B, G, 1, C, K))
-                block_view(dv, start, M, C, G).copy_(dv_block.view(M, B, G, 1, C, V))
-                d_state = d_states[0].clone()
-            d_initial[rows_of] = d_state.view(B, G * m, K, V)
-        if d_decay is not None:
-            d_decay = d_decay.to(log_decay.dtype)
-        return dq, dk, dv, d_decay, d_initial, None
+        s: Sizes = ctx.sizes
+        buffers, decay_of = Buffers(q.device, s.dtype), decays(log_decay, s.G, s.dtype)
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        d_decay = (
+            DecayGradient(torch.zeros_like(log_decay, dtype=s.dtype)) if ctx.needs_input_grad[3] else None
+        )
+        d_initials = []
+        with torch.autocast(q.device.type, enabled=False):
+            for blocks, d_last in zip(reversed(s.documents), reversed(d_final.split(s.B)), strict=True):
+                d_state = d_last.reshape(s.B, s.G, s.m, s.K, s.V)
+                for place in reversed(blocks):
+                    block = Block(s, buffers, decay_of(place), place, q, k, v, kept.pop())
+                    do_view = block_view(do, *place, s.G)
+                    do_block = load(buffers("do", *do_view.shape), do_view)
+                    *found, d_state = block_backward(s, block, buffers, place, do_block, d_state, d_decay)
+                    for whole, part in zip((dq, dk, dv), found, strict=True):
+                        target = block_view(whole, *place, s.G)
+                        target.copy_(part.view(target.shape))
+                d_initials.append(d_state.reshape(d_last.shape).clone())
+        d_log_decay = d_decay.total.to(log_decay.dtype) if d_decay is not None else None
+        return dq, dk, dv, d_log_decay, torch.cat(d_initials[::-1]), None
 
 
 def linear_attention_torch(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, *, scale: float, initial_state: Tensor | None,
-    output_final_state: bool, cu_seqlens: Tensor | None, chunk_size: int | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """The public operator on the `torch` backend; arguments are already validated."""
     (B, T, H, K), (G, V) = q.shape, v.shape[-2:]
     state_heads = G if log_decay is None or log_decay.shape[-1] == G else H
     dtype = torch.promote_types(torch.promote_types(q.dtype, torch.float32), v.dtype)
     bounds = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
-    documents = tuple(itertools.pairwise(bounds))
-    sizes = Sizes(B, H, G, K, V, state_heads // G, scale, chunk_size or 64, dtype, documents)
+    token_bytes = B * H * max(K, V) * dtype.itemsize
+    size = chunk_size or 64
+    documents = [
+        list(cut(start, end, size, BLOCK_BYTES // (token_bytes * size)))
+        for start, end in itertools.pairwise(bounds)
+    ]
+    s = Sizes(B, G, H // G, state_heads // G, K, V, scale, dtype, documents)
     if initial_state is None:
         initial_state = torch.zeros(B * len(documents), state_heads, K, V, dtype=dtype, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
-        o, final = ChunkedLinearAttention.apply(q, k, v, log_decay, initial_state.to(dtype), sizes)
+        o, final = ChunkedLinearAttention.apply(q, k, v, log_decay, initial_state.to(dtype), s)
     return o, final if output_final_state else None

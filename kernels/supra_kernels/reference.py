@@ -4,15 +4,18 @@ Per head, with state `S` `[K, V]` and decay `γ_t = exp(log_decay_t)`,
 
     S_t = γ_t S_{t−1} + k_tᵀ v_t ,      o_t = scale · q_t S_t .
 
-Unrolled, `o_t = scale · (Σ_{j≤t} exp(b_t − b_j) (q_t·k_j) v_j + exp(b_t) q_t S_0)` with `b_t = Σ_{s≤t} log_decay_s`.
-The three forms below compute that same sum (SUPRA, arXiv 2405.06640, eq. 4–6; chunks: GLA, arXiv 2312.06635, sec. 4).
+Unrolled, `o_t = scale · (Σ_{j≤t} exp(b_t − b_j) (q_t·k_j) v_j + exp(b_t) q_t S_0)` with `b_t = Σ_{s≤t}
+log_decay_s`. The three forms below compute that same sum (SUPRA, arXiv 2405.06640, eq. 4–6; chunks: GLA,
+arXiv 2312.06635, sec. 4).
 
-Shapes: `q` `[B, T, H, K]`, `k` `[B, T, G, K]`, `v` `[B, T, G, V]` with `H = n·G` (query head h reads key/value head h // n);
-`log_decay` None, `[H]`, `[G]`, `[B, T, H]` or `[B, T, G]`; states `[N, S, K, V]` where `S = G` if the decay is None or has G
-heads, else `S = H`, and `N = B`, or the number of sequences when `cu_seqlens` packs several into a batch of one.
-Everything is computed in fp32, or in fp64 if an input is fp64; `o` is returned in `v.dtype`.
+Shapes: `q` `[B, T, H, K]`, `k` `[B, T, G, K]`, `v` `[B, T, G, V]` with `H = n·G` (query head h reads
+key/value head h // n); `log_decay` None, `[H]`, `[G]`, `[B, T, H]` or `[B, T, G]`; states `[N, S, K, V]`
+where `S = G` if the decay is None or has G heads, else `S = H`, and `N = B`, or the number of sequences
+when `cu_seqlens` packs several into a batch of one. Everything is computed in fp32, or in fp64 if an input
+is fp64; `o` is returned in `v.dtype`.
 """
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -39,7 +42,8 @@ def _per_document(
 ) -> Output:
     """Run `form` on each document apart, with every head spread out and the decay given per token and head.
 
-    `form(q, k, v, b, state)` sees `q, k, v` `[N, T, H, ·]`, `log_decay` `[N, T, H]` and the state `[N, H, K, V]`.
+    `form(q, k, v, b, state)` sees `q, k, v` `[N, T, H, ·]`, `log_decay` `[N, T, H]` and the state `[N, H,
+    K, V]`.
     """
     (B, T, H, K), (G, V) = q.shape, v.shape[-2:]
     dtype = torch.promote_types(torch.promote_types(q.dtype, torch.float32), v.dtype)
@@ -49,7 +53,7 @@ def _per_document(
     q_, k_, v_ = q.to(dtype) * scale, _spread(k.to(dtype), H, 2), _spread(v.to(dtype), H, 2)
 
     bounds = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
-    documents = list(zip(bounds[:-1], bounds[1:], strict=True))
+    documents = list(itertools.pairwise(bounds))
     if initial_state is None:
         initial_state = q.new_zeros(B * len(documents), state_heads, K, V, dtype=dtype)
     states = _spread(initial_state.to(dtype), H, 1).split(B)
@@ -65,7 +69,8 @@ def _per_document(
 
 
 def _scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
-    """Causal, decayed `q_i·k_j exp(b_i − b_j)`, `[N, H, T, T]`; differences first, so `exp` never sees a positive number."""
+    """Causal, decayed `q_i·k_j exp(b_i − b_j)`, `[N, H, T, T]`; differences first, so `exp` never sees a
+    positive number."""
     b = b.transpose(1, 2)
     future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
     difference = (b.unsqueeze(-1) - b.unsqueeze(-2)).masked_fill(future, float("-inf"))
@@ -94,7 +99,8 @@ def linear_attention_parallel(
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> Output:
-    """The quadratic form: all pairs of tokens at once (`chunk_size` has no meaning here). Shapes as in the module."""
+    """The quadratic form: all pairs of tokens at once (`chunk_size` has no meaning here). Shapes as in the
+    module."""
     return _per_document(_parallel, q, k, v, log_decay, scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -110,13 +116,12 @@ def linear_attention_chunked(
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> Output:
-    """The parallel form within chunks of `chunk_size` (64) tokens, the recurrent one between. Shapes as in the module."""
+    """The parallel form within chunks of `chunk_size` (64) tokens, the recurrent one between. Shapes as in
+    the module."""
     size = chunk_size or 64
 
-    def chunked(
-        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        outputs = [q.new_zeros(*q.shape[:3], v.shape[-1])[:, :0]]
+    def chunked(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = [v[:, :0]]
         for start in range(0, q.shape[1], size):
             o, state = _parallel(*(x[:, start : start + size] for x in (q, k, v, log_decay)), state)
             outputs.append(o)
@@ -144,10 +149,8 @@ def linear_attention_recurrent(
 ) -> Output:
     """The definition itself, token by token (`chunk_size` has no meaning here). Shapes as in the module."""
 
-    def recurrent(
-        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        outputs = [q.new_zeros(*q.shape[:3], v.shape[-1])[:, :0]]
+    def recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = [v[:, :0]]
         for t in range(q.shape[1]):
             o, state = _step(q[:, t], k[:, t], v[:, t], log_decay[:, t], state)
             outputs.append(o.unsqueeze(1))
@@ -159,7 +162,8 @@ def linear_attention_recurrent(
 def linear_attention_step(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None = None, *, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """One token: `q` `[B, H, K]`, `k` `[B, G, K]`, `v` `[B, G, V]`, `state` `[B, S, K, V]`, `log_decay` as above without T.
+    """One token: `q` `[B, H, K]`, `k` `[B, G, K]`, `v` `[B, G, V]`, `state` `[B, S, K, V]`, `log_decay` as
+    above without T.
 
     Returns `o` `[B, H, V]` and a new state; the given one is left alone.
     """
@@ -187,16 +191,16 @@ def window_attention(
 ) -> tuple[Tensor, Tensor]:
     """Softmax over the last `window` tokens, self included, as one dense masked attention.
 
-    `q` `[B, T, H, D]`, `k` `[B, T, G, D]`, `v` `[B, T, G, V]` → `o` `[B, T, H, V]` and the log of its denominator `lse`
-    `[B, T, H]`. `past_k` `[N, P, G, D]` and `past_v` are the keys just before each of the N sequences, the newest last, of
-    which the last `past_valid` `[N]` are real (None: all).
+    `q` `[B, T, H, D]`, `k` `[B, T, G, D]`, `v` `[B, T, G, V]` → `o` `[B, T, H, V]` and the log of its
+    denominator `lse` `[B, T, H]`. `past_k` `[N, P, G, D]` and `past_v` are the keys just before each of the
+    N sequences, the newest last, of which the last `past_valid` `[N]` are real (None: all).
     """
     (B, T, H, _), device = q.shape, q.device
     dtype = torch.promote_types(torch.promote_types(q.dtype, torch.float32), v.dtype)
     bounds = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
     P = 0 if past_k is None else past_k.shape[1]
     outputs, lses = [], []
-    for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
         own = slice(n, n + 1) if cu_seqlens is not None else slice(None)
         q_, k_, v_ = (x[:, start:end].to(dtype) for x in (q, k, v))
         key_position = torch.arange(-P, end - start, device=device)

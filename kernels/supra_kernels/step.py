@@ -7,7 +7,8 @@ from torch import Tensor
 def linear_attention_step_torch(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None = None, *, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """The public operator; arguments are already validated. The state changes in place unless autograd must remember it."""
+    """The public operator; arguments are already validated. The state changes in place unless autograd must
+    remember it."""
     (B, H, K), (G, V), S = q.shape, v.shape[-2:], state.shape[1]
     with torch.autocast(q.device.type, enabled=False):
         inputs = (q, k, v, state, log_decay)

@@ -24,7 +24,8 @@ def _same_place(**tensors: Tensor | None) -> None:
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> None:
-    """q, k, v must agree on everything but the number of heads; `tokens` is how many leading dims they share."""
+    """q, k, v must agree on everything but the number of heads; `tokens` is how many leading dims they
+    share."""
     dims = tokens + 2
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != dims:
@@ -33,14 +34,18 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> None:
     _expect(k, "k", (*lead, G, q.shape[-1]), because=f"q has shape {_shape(q)}")
     _expect(v, "v", (*lead, G, v.shape[-1]), because=f"k has shape {_shape(k)}")
     if G == 0 or q.shape[-2] % G:
-        raise ValueError(f"q has {q.shape[-2]} heads and k {G}: the query heads must be a multiple of the key heads")
+        raise ValueError(
+            f"q has {q.shape[-2]} heads and k {G}: the query heads must be a multiple of the key heads"
+        )
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, B: int, T: int) -> None:
-    """Raise ValueError unless `cu_seqlens` is int `[N + 1]`, rises from 0 to T, and the batch is one row."""
+    """Raise ValueError unless `cu_seqlens` is int `[N + 1]`, rises from 0 to T, and the batch is one
+    row."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
         raise ValueError(
-            f"cu_seqlens has shape {_shape(cu_seqlens)} and dtype {cu_seqlens.dtype}; expected int64 [N + 1], N ≥ 1"
+            f"cu_seqlens has shape {_shape(cu_seqlens)} and dtype {cu_seqlens.dtype}; "
+            "expected int64 [N + 1] with N ≥ 1"
         )
     if B != 1:
         raise ValueError(f"cu_seqlens packs sequences into one row, but the batch size is {B}; expected 1")
@@ -74,7 +79,8 @@ def check_linear_attention(
     if initial_state is not None:
         N = B if cu_seqlens is None else cu_seqlens.numel() - 1
         S = G if log_decay is None or log_decay.shape[-1] == G else H
-        _expect(initial_state, "initial_state", (N, S, K, V), because="sequences, state heads, key dim, value dim")
+        because = "sequences, state heads, key dim, value dim"
+        _expect(initial_state, "initial_state", (N, S, K, V), because=because)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; expected a positive number of tokens, or None")
 

@@ -1,11 +1,12 @@
 """Exact softmax over the last `window` tokens in blocks: the `torch` backend of `window_attention`.
 
-A block of queries meets the keys of its own span only, so time and memory grow with T · window. As in flash attention
-(arXiv 2205.14135, algorithm 4) nothing of size T · window is kept for the backward pass: the weights are recomputed from
-`lse`. Keys are padded in front by `front` slots, which hold past keys or nothing; query t then sees the padded keys
-`lowest[t] ≤ j ≤ t + front`.
+A block of queries meets the keys of its own span only, so time and memory grow with T · window. As in flash
+attention (arXiv 2205.14135, algorithm 4) nothing of size T · window is kept for the backward pass: the
+weights are recomputed from `lse`. Keys are padded in front by `front` slots, which hold past keys or
+nothing; query t then sees the padded keys `lowest[t] ≤ j ≤ t + front`.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from supra_kernels.blocks import Buffers, block_view, load
+from supra_kernels.blocks import Buffers, block_view, cut, load
 
 BLOCK_BYTES = 1 << 20  # of the weights of one group of blocks
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Static description of one call: block of `rows` queries, `front` padded keys, scores computed in `dtype`."""
+    """Static description of one call: block of `rows` queries, `front` padded keys, scores computed in
+    `dtype`."""
 
     window: int
     front: int
@@ -30,14 +32,9 @@ class Layout:
     dtype: torch.dtype
 
     def groups(self, B: int, T: int, H: int) -> Iterator[tuple[int, int, int]]:
-        """`(first query, number of blocks, queries of a block)`: full blocks, then the rest."""
-        full, rest = divmod(T, self.rows)
+        """Groups of blocks `(first query, number of blocks, queries of a block)`."""
         block_bytes = B * H * self.rows * (self.rows + self.front) * self.dtype.itemsize
-        most = max(1, BLOCK_BYTES // max(1, block_bytes))
-        for first in range(0, full, most):
-            yield first * self.rows, min(most, full - first), self.rows
-        if rest:
-            yield T - rest, 1, rest
+        return cut(0, T, self.rows, BLOCK_BYTES // max(1, block_bytes))
 
     def bias(self, lowest: Tensor | None, device: torch.device, place: tuple[int, int, int]) -> Tensor:
         """0 where a query sees a key and −inf elsewhere, `[M | 1, B | 1, 1, 1, rows, rows + front]`."""
@@ -55,7 +52,8 @@ class Layout:
 
 
 def spans(x: Tensor, start: int, M: int, rows: int, front: int) -> Tensor:
-    """Padded keys `[B, front + T, G, D]` → those each block sees, `[M, B, G, 1, rows + front, D]`, overlapping."""
+    """Padded keys `[B, front + T, G, D]` → those each block sees, `[M, B, G, 1, rows + front, D]`,
+    overlapping."""
     part = x[:, start : start + M * rows + front]
     return part.unfold(1, rows + front, rows).permute(1, 0, 2, 4, 3).unsqueeze(3)
 
@@ -64,7 +62,14 @@ class Group:
     """The operands of a group of blocks, and its scores (masked, unnormalised)."""
 
     def __init__(
-        self, layout: Layout, buffers: Buffers, place: tuple[int, int, int], bias: Tensor, q: Tensor, k: Tensor, v: Tensor
+        self,
+        layout: Layout,
+        buffers: Buffers,
+        place: tuple[int, int, int],
+        bias: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> None:
         start, M, rows = place
         (B, _, H, D), (G, V), front = q.shape, v.shape[-2:], layout.front
@@ -78,7 +83,8 @@ class Group:
 
 
 class WindowAttention(torch.autograd.Function):
-    """`(o, lse)` from q `[B, T, H, D]` and front-padded k, v `[B, front + T, G, ·]`; `lowest` `[B | 1, T]` or None."""
+    """`(o, lse)` from q `[B, T, H, D]` and front-padded k, v `[B, front + T, G, ·]`; `lowest` `[B | 1, T]`
+    or None."""
 
     @staticmethod
     def forward(
@@ -136,7 +142,8 @@ class WindowAttention(torch.autograd.Function):
 
 
 def _in_front(past: Tensor | None, x: Tensor, front: int, real: Tensor | None) -> Tensor:
-    """`x` `[B, T, G, D]` behind `front` slots: the last of the past, and zeros where there is no real token."""
+    """`x` `[B, T, G, D]` behind `front` slots: the last of the past, and zeros where there is no real
+    token."""
     held = 0 if past is None else min(front, past.shape[1])
     parts = [x.new_zeros(x.shape[0], front - held, *x.shape[2:])] if front > held else []
     if past is not None and held:
@@ -159,11 +166,11 @@ def window_attention_torch(
     past_valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The public operator on the `torch` backend; arguments are already validated."""
-    B, T, _, _ = q.shape
+    T = q.shape[1]
     if cu_seqlens is not None and past_k is not None and past_v is not None:
         bounds = cu_seqlens.tolist()
         parts = []
-        for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for i, (start, end) in enumerate(itertools.pairwise(bounds)):
             valid = None if past_valid is None else past_valid[i : i + 1]
             parts.append(
                 window_attention_torch(
@@ -197,5 +204,6 @@ def window_attention_torch(
 
 
 def block_rows(window: int) -> int:
-    """Queries of a block: about as many as the window has keys, so that half of the scores computed are used."""
+    """Queries of a block: about as many as the window has keys, so that half of the scores computed are
+    used."""
     return min(128, max(32, window))
