@@ -42,7 +42,7 @@ def export_model(
         partial.mkdir(parents=True)
         if adapters is not None:
             adapters.peft_config["default"].base_model_name_or_path = str(target)
-            adapters.save_pretrained(str(partial / "adapter"))
+            adapters.save_pretrained(str(partial / "adapter"), save_embedding_layers=False)
             (partial / "adapter" / "README.md").unlink(missing_ok=True)  # peft's empty template
             adapters.unload()
         _write_weights(student, model_dir, partial)

@@ -1,0 +1,245 @@
+"""Losses and gradients against the plain computation, the shared teacher, the schedule."""
+
+import itertools
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+
+from supra.config import Optimizer, Stage
+from supra.models import SupraForCausalLM, is_new_parameter
+from supra.train import losses
+from supra.train.data import Batch, PackedData
+from supra.train.losses import StageLoss
+from supra.train.optim import build_optimizer, lr_multiplier
+from supra.train.stage import put_tensors
+from supra.train.teacher import build_teacher
+from supra.train.tokens import TokenStore
+from supra.train.trainable import enter_stage
+
+
+@pytest.fixture
+def student(tiny: ModuleType) -> SupraForCausalLM:
+    torch.manual_seed(1)
+    return SupraForCausalLM(tiny.tiny_config()).eval()
+
+
+@pytest.fixture
+def batch() -> Batch:
+    """2 rows of 12 tokens; documents end inside them."""
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, 512, 40).astype(np.uint16)
+    store = TokenStore(tokens, np.array([0, 5, 17, 30, 40]), "key")
+    return PackedData(store, length=12, seed=0).batch(0, 2)
+
+
+def make_stage(tiny: ModuleType, **changes: Any) -> Stage:
+    return Stage.model_validate(tiny.stage(**changes))
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def run(
+    tiny: ModuleType, student: SupraForCausalLM, batch: Batch, **changes: Any
+) -> tuple[float, dict[str, Any]]:
+    stage = make_stage(tiny, **changes)
+    teacher = build_teacher(student)
+    enter_stage(stage, student, teacher, seed=0)
+    loss = StageLoss(stage, student, teacher, Accelerator(cpu=True))
+    value = loss(batch, loss.num_targets([batch]))
+    found = gradients(student)
+    student.zero_grad()
+    return float(value), found
+
+
+def forward(model: SupraForCausalLM, batch: Batch, **options: Any) -> Any:
+    return model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        cu_seqlens=batch.cu_seqlens,
+        use_cache=False,
+        **options,
+    )
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("target", ["after_o_proj", "before_o_proj"])
+def test_attention_transfer_equals_the_plain_computation(
+    tiny: ModuleType, student: SupraForCausalLM, batch: Batch, target: str
+) -> None:
+    loss, found = run(tiny, student, batch, attention_target=target)
+    assert found
+    assert all(is_new_parameter(name) for name in found)
+
+    # One forward of the teacher that keeps all, then all layers' errors in one graph and one backward pass.
+    teacher = build_teacher(student)
+    kept: dict[Any, Any] = {}
+
+    def keep(key: Any) -> Callable[..., None]:
+        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            kept[key] = (args, kwargs, output)
+
+        return hook
+
+    for i, layer in enumerate(teacher.model.layers):
+        layer.self_attn.register_forward_hook(keep(i), with_kwargs=True)
+        layer.self_attn.o_proj.register_forward_hook(keep(("before", i)), with_kwargs=True)
+    with torch.no_grad():
+        forward(teacher, batch)
+    packing = student.model._packing(None, batch.cu_seqlens, *batch.input_ids.shape)
+    errors = []
+    for i, layer in enumerate(student.model.layers):
+        _, kwargs, (wanted, _) = kept[i]
+        layer.self_attn.o_proj.register_forward_hook(keep(("ours", i)), with_kwargs=True)
+        names = ("hidden_states", "position_embeddings")
+        output, _ = layer.self_attn(**{name: kwargs[name] for name in names}, packing=packing)
+        if target == "before_o_proj":
+            output, wanted = (kept[whose, i][0][0] for whose in ("ours", "before"))
+        errors.append(F.mse_loss(output, wanted) / wanted.square().mean())
+    expected = torch.stack(errors).mean()
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-4)
+    assert_same(found, gradients(student))
+
+
+def test_kl_equals_the_plain_computation_in_any_chunk(
+    tiny: ModuleType, student: SupraForCausalLM, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", 5 * 512)
+    loss, found = run(tiny, student, batch, loss="kl", trainable="all", kl_temperature=2.0)
+    teacher = build_teacher(student)
+    with torch.no_grad():
+        target = F.log_softmax(forward(teacher, batch).logits / 2, dim=-1)
+    logits = F.log_softmax(forward(student, batch).logits / 2, dim=-1)
+    expected = 4 * (target.exp() * (target - logits)).sum(-1).mean()
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-4)
+    assert_same(found, gradients(student))
+
+
+def test_ce_equals_the_plain_computation_and_stops_at_document_ends(
+    tiny: ModuleType, student: SupraForCausalLM, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", 7 * 512)
+    loss, found = run(tiny, student, batch, loss="ce", trainable="all")
+    log_probabilities = F.log_softmax(forward(student, batch).logits, dim=-1).flatten(0, 1)
+    ends = set((batch.cu_seqlens[1:] - 1).tolist())
+    flat = batch.input_ids.flatten()
+    terms = [-log_probabilities[i, flat[i + 1]] for i in range(len(flat)) if i not in ends]
+    expected = torch.stack(terms).mean()
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-4)
+    assert_same(found, gradients(student))
+
+
+def test_micro_batches_add_up_to_the_whole_batch(
+    tiny: ModuleType, student: SupraForCausalLM, batch: Batch
+) -> None:
+    import numpy as np
+
+    store = TokenStore(np.arange(48, dtype=np.uint16), np.array([0, 5, 6, 30, 48]), "key")
+    data = PackedData(store, length=12, seed=0)
+    whole, parts = data.batch(0, 4), [data.batch(i, 1) for i in range(4)]
+    stage = make_stage(tiny, loss="ce", trainable="all")
+    enter_stage(stage, student, None, seed=0)
+    accelerator = Accelerator(cpu=True)
+    loss = StageLoss(stage, student, None, accelerator)
+    one = loss(whole, loss.num_targets([whole]))
+    expected = gradients(student)
+    student.zero_grad()
+    accelerator.gradient_accumulation_steps = 4
+    total = sum(loss(part, loss.num_targets(parts)) for part in parts)
+    assert float(total) == pytest.approx(float(one), rel=1e-5)
+    assert_same(gradients(student), expected)
+
+
+def test_teacher_shares_every_frozen_tensor(
+    tiny: ModuleType, student: SupraForCausalLM, batch: Batch
+) -> None:
+    teacher = build_teacher(student)
+    ours = {name: p.data_ptr() for name, p in student.named_parameters()}
+    assert {name: p.data_ptr() for name, p in teacher.named_parameters()} == {
+        name: pointer for name, pointer in ours.items() if not is_new_parameter(name)
+    }
+    assert not any(p.requires_grad for p in teacher.parameters())
+    assert not any(p.is_meta for p in [*teacher.parameters(), *teacher.buffers()])
+    assert teacher.lm_head.weight.data_ptr() == teacher.model.embed_tokens.weight.data_ptr()
+    # It computes what a softmax model of these weights computes.
+    config = tiny.tiny_config(layer_types=["full_attention"] * 2, window=0)
+    alone = SupraForCausalLM(config).eval()
+    alone.load_state_dict({k: v for k, v in student.state_dict().items() if not is_new_parameter(k)})
+    with torch.no_grad():
+        assert torch.equal(forward(teacher, batch).logits, forward(alone, batch).logits)
+
+
+@pytest.mark.parametrize("trainable", ["new", "adapters", "all"])
+def test_teacher_stays_as_it_was_while_the_student_trains(
+    tiny: ModuleType, student: SupraForCausalLM, batch: Batch, trainable: str
+) -> None:
+    teacher = build_teacher(student)
+    before = {name: p.clone() for name, p in teacher.named_parameters()}
+    stage = make_stage(tiny, trainable=trainable, loss="kl")
+    entered = enter_stage(stage, student, teacher, seed=0)
+    optimizer = build_optimizer(stage.optimizer, entered.parameters)
+    loss = StageLoss(stage, student, teacher, Accelerator(cpu=True))
+    for _ in range(2):
+        loss(batch, loss.num_targets([batch]))
+        optimizer.step()
+        optimizer.zero_grad()
+    entered.merge()
+    put_tensors(student, {"model.norm.weight": torch.zeros(64)})
+    for name, parameter in teacher.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    changed = {n for n, p in student.named_parameters() if n in before and not torch.equal(p, before[n])}
+    projections = {n for n in before if n.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    expected = {"new": set(), "adapters": projections, "all": set(before)}[trainable]
+    assert changed == expected | {"model.norm.weight"}
+
+
+def test_adapters_may_train_without_new_parameters(tiny: ModuleType, student: SupraForCausalLM) -> None:
+    with_new = enter_stage(make_stage(tiny, trainable="adapters", loss="kl"), student, None, seed=0)
+    assert any(is_new_parameter(name) for name in with_new.parameters)
+    with_new.merge()
+    without = enter_stage(
+        make_stage(tiny, trainable="adapters", train_new=False, loss="kl"), student, None, seed=0
+    )
+    assert without.parameters
+    assert all(".lora_" in name for name in without.parameters)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_schedule(schedule: str) -> None:
+    config = Optimizer.model_validate({"lr": 1, "schedule": schedule, "warmup_steps": 4, "min_lr_ratio": 0.1})
+    rates = [lr_multiplier(config, step, 20) for step in range(20)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == pytest.approx(1.0)
+    assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    assert all(a >= b for a, b in itertools.pairwise(rates[3:]))
+    if schedule == "cosine":
+        assert rates[9] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 5 / 15)) / 2)
+
+
+def test_new_parameters_have_a_rate_of_their_own(tiny: ModuleType, student: SupraForCausalLM) -> None:
+    config = Optimizer.model_validate({"lr": 1e-4, "new_lr_ratio": 10, "weight_decay": 0.1})
+    optimizer = build_optimizer(config, dict(student.named_parameters()))
+    names = {id(p): name for name, p in student.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            new = is_new_parameter(names[id(parameter)])
+            assert group["base_lr"] == pytest.approx(1e-3 if new else 1e-4)
+            assert group["weight_decay"] == (0.1 if parameter.ndim >= 2 else 0.0)
