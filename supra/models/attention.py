@@ -5,7 +5,7 @@ Symbols: B batch, T tokens, H query heads, G key/value heads, D head dim, K feat
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from supra_kernels import linear_attention, linear_attention_step, window_attention
@@ -19,27 +19,33 @@ from .decay import build_decay
 from .feature_maps import build_feature_maps
 from .packing import Packing, delay_rows
 from .precision import KeepsFloat32
+from .sinks import add_sinks, update_sinks
 
 Ablation = Literal["window_only", "linear_only"]
+# exp of it is far from fp32's end, also once multiplied by a long context's denominator.
+MAX_LOG_RATIO = 40.0
 
 
 class WindowMix(KeepsFloat32):
-    """How much one unit of linear weight counts against the softmax window, one learned value per query head.
+    """How much the linear part counts against the softmax window: log r = a_h − b_h·lse, learned per query head.
 
     With lse_i the log-sum-exp of the window's scores, the linear part enters the shared normaliser as
-    exp(w_h)·φ(q_i)·φ(k_j) against the window's exp(s_ij − lse_i). Kept in fp32.
+    r_i·φ(q_i)·φ(k_j) against the window's exp(s_ij − lse_i). b = 1 would make φ(q)·φ(k) stand for exp(s) itself, b = 0
+    for a share of the window; in between, a peaked window leaves less to the past. Kept in fp32.
     """
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads))
+        self.lse_weight = nn.Parameter(torch.empty(num_heads))
 
     def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
-        return {"weight": torch.zeros(self.weight.shape[0])}
+        heads = self.weight.shape[0]
+        return {"weight": torch.full((heads,), 3.0), "lse_weight": torch.full((heads,), 0.75)}
 
     def forward(self, lse: Tensor) -> Tensor:
         """Weight r [B, T, H] of the linear part from lse [B, T, H]."""
-        return self.weight.exp().expand(lse.shape)
+        return (self.weight - self.lse_weight * lse).clamp(max=MAX_LOG_RATIO).exp()
 
 
 class SupraSoftmaxAttention(Qwen3Attention):
@@ -73,6 +79,14 @@ def build_new_modules(config: SupraConfig) -> dict[str, nn.Module]:
     if config.window:
         modules["window_mix"] = WindowMix(config.num_attention_heads)
     return modules
+
+
+class Past(NamedTuple):
+    """What a layer remembers exactly: the window's streams, the sinks, and the tokens seen by each sequence [N]."""
+
+    streams: tuple[Tensor, ...]
+    sinks: tuple[Tensor, ...]
+    num_seen: Tensor
 
 
 class SupraLinearAttention(nn.Module):
@@ -165,43 +179,78 @@ class SupraLinearAttention(nn.Module):
     ) -> Tensor:
         """Mix values by the window and the state; all [B or 1, T or total, heads, ·] -> [B or 1, T or total, H, D]."""
         num_sequences = q.shape[0] if packing is None else packing.cu_seqlens.shape[0] - 1
-        past, valid = self._past_streams(memory, num_sequences, k, mapped_k, v)
-        new_past: tuple[Tensor, ...] = ()
-        window_part = None
+        past = self._past(memory, num_sequences, k, mapped_k, v)
+        window_part, streams, sinks = None, (), ()
         if self.window:
+            where = past.num_seen[:, None] + torch.arange(num_columns, device=q.device) if packing is None else (
+                packing.positions(past.num_seen).unsqueeze(0)
+            )  # fmt: skip
             window_part = window_attention(
                 q, k, v,
                 window=self.window, scale=self.head_dim**-0.5,
                 cu_seqlens=None if packing is None else packing.cu_seqlens,
-                past_k=past[0], past_v=past[2], past_valid=valid, backend=self.backend,
+                past_k=past.streams[0], past_v=past.streams[2],
+                past_valid=past.num_seen.clamp(max=self.window), backend=self.backend,
             )  # fmt: skip
+            if self.config.num_sink_tokens:
+                window_part, sinks = self._with_sinks(window_part, q, k, v, past, where, packing)
             delay = delay_rows if packing is None else packing.delay
-            (k_delayed, past_k), (mapped_k, past_mapped_k), (v_delayed, past_v) = (
-                delay(stream, stream_past) for stream, stream_past in zip((k, mapped_k, v), past, strict=True)
+            (_, past_k), (mapped_k, past_mapped_k), (v, past_v) = (
+                delay(stream, earlier) for stream, earlier in zip((k, mapped_k, v), past.streams, strict=True)
             )
-            del k_delayed
-            new_past, v = (past_k, past_mapped_k, past_v), v_delayed
+            streams = (past_k, past_mapped_k, past_v)
+            if self.config.num_sink_tokens:
+                older = (where - self.window) >= self.config.num_sink_tokens
+                mapped_k = mapped_k * older[..., None, None].to(mapped_k.dtype)
         if window_part is not None and self.ablation == "window_only":
-            output, state = window_part[0], mapped_k.new_zeros(num_sequences, 0)
+            output, state = window_part[0], None
         else:
             linear_part, state = self._linear(mapped_q, mapped_k, v, memory, packing)
             output = self._normalise(linear_part, window_part)
         if memory is not None:
             lengths = num_columns if packing is None else packing.lengths
-            new_valid = (valid + lengths).clamp(max=self.window) if valid is not None else None
-            memory.store(num_columns, state, new_past, new_valid)
+            memory.store(num_columns, state, streams, sinks, past.num_seen + lengths if self.window else None)
         return output
 
-    def _past_streams(
+    def _past(
         self, memory: RecurrentLayer | None, num_sequences: int, k: Tensor, mapped_k: Tensor, v: Tensor
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """The last w keys, mapped keys and values before this segment (zeros at the start), and how many are real."""
-        if not self.window:
-            return (), None
+    ) -> Past:
+        """What the window and the sinks hold before this segment: zeros at the start of a sequence."""
         if memory is not None and memory.is_initialized:
-            return memory.window_streams, memory.window_valid
-        past = tuple(x.new_zeros(num_sequences, self.window, *x.shape[2:]) for x in (k, mapped_k, v))
-        return past, torch.zeros(num_sequences, dtype=torch.int64, device=k.device)
+            return Past(memory.window_streams, memory.sinks, memory.num_seen)
+        num_seen = torch.zeros(num_sequences, dtype=torch.int64, device=k.device)
+        streams = tuple(x.new_zeros(num_sequences, self.window, *x.shape[2:]) for x in (k, mapped_k, v))
+        sinks = tuple(x.new_zeros(num_sequences, self.config.num_sink_tokens, *x.shape[2:]) for x in (k, v))
+        return Past(streams, sinks, num_seen)
+
+    def _with_sinks(
+        self,
+        window_part: tuple[Tensor, Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: Past,
+        where: Tensor,
+        packing: Packing | None,
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+        """The window's softmax with the sinks merged in, and the sinks after this segment."""
+        num_sequences, device = past.num_seen.shape[0], k.device
+        if packing is None:
+            lengths = torch.full((num_sequences,), k.shape[1], device=device)
+            starts = torch.arange(num_sequences, device=device) * k.shape[1]
+        else:
+            lengths, starts = packing.lengths, packing.cu_seqlens[:-1]
+        sinks = tuple(
+            update_sinks(x.flatten(0, 1), sink, past.num_seen, starts, lengths)
+            for x, sink in zip((k, v), past.sinks, strict=True)
+        )
+        # Each token sees its own sequence's sinks: rows broadcast, packed tokens look theirs up.
+        sink_k, sink_v = (
+            sink.unsqueeze(1) if packing is None else sink[packing.sequence].unsqueeze(0) for sink in sinks
+        )
+        slots = torch.arange(self.config.num_sink_tokens, device=device)
+        visible = (where - self.window).unsqueeze(-1) >= slots
+        return add_sinks(window_part, q, sink_k, sink_v, visible, self.head_dim**-0.5), sinks
 
     def _linear(
         self, mapped_q: Tensor, mapped_k: Tensor, v: Tensor, memory: RecurrentLayer | None, packing: Packing | None

@@ -18,7 +18,8 @@ class RecurrentLayer(CacheLayerMixin):
     - `recurrent_state` [B, S, K, V]: everything older than the window, fp32;
     - `window_streams`: the last w tokens' keys [B, w, G, D], mapped keys [B, w, G, K] and values [B, w, G, D],
       right-aligned (oldest first), all zero where no token has come yet;
-    - `window_valid` [B]: how many of those w are real tokens.
+    - `sinks`: the first tokens' keys and values [B, s, G, D], where the model keeps attention sinks;
+    - `num_seen` [B]: real tokens seen by each row, pads left out.
 
     `num_tokens` counts the columns seen, pads included: that is what generation calls the sequence length.
     transformers' own linear-attention layer neither counts tokens nor reports a state that no convolution wrote.
@@ -32,24 +33,27 @@ class RecurrentLayer(CacheLayerMixin):
         self.num_tokens = 0
         self.recurrent_state: Tensor | None = None
         self.window_streams: tuple[Tensor, ...] = ()
-        self.window_valid: Tensor | None = None
+        self.sinks: tuple[Tensor, ...] = ()
+        self.num_seen: Tensor | None = None
 
     def store(
         self,
         num_new_tokens: int,
         recurrent_state: Tensor | None,
         window_streams: tuple[Tensor, ...],
-        window_valid: Tensor | None,
+        sinks: tuple[Tensor, ...],
+        num_seen: Tensor | None,
     ) -> None:
         """Replace the memory after a segment of `num_new_tokens` columns."""
         self.recurrent_state = None if recurrent_state is None else _compact(recurrent_state)
-        self.window_streams, self.window_valid = tuple(map(_compact, window_streams)), window_valid
+        self.window_streams, self.sinks = tuple(map(_compact, window_streams)), tuple(map(_compact, sinks))
+        self.num_seen = num_seen
         self.num_tokens += num_new_tokens
         self.is_initialized = True
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for counting bytes."""
-        held = [self.recurrent_state, *self.window_streams, self.window_valid]
+        held = [self.recurrent_state, *self.window_streams, *self.sinks, self.num_seen]
         return [tensor for tensor in held if tensor is not None]
 
     def get_seq_length(self) -> int:
@@ -72,12 +76,13 @@ class RecurrentLayer(CacheLayerMixin):
         if self.recurrent_state is not None:
             self.recurrent_state = change(self.recurrent_state)
         self.window_streams = tuple(change(stream) for stream in self.window_streams)
-        if self.window_valid is not None:
-            self.window_valid = change(self.window_valid)
+        self.sinks = tuple(change(sink) for sink in self.sinks)
+        if self.num_seen is not None:
+            self.num_seen = change(self.num_seen)
 
     def reset(self) -> None:
         self.num_tokens = 0
-        self.recurrent_state, self.window_streams, self.window_valid = None, (), None
+        self.recurrent_state, self.window_streams, self.sinks, self.num_seen = None, (), (), None
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -29,7 +29,7 @@ class SupraConfig(LlamaConfig):
       `decay_shared` one value per key/value head, so that the state is kept per key/value head;
     - `attention_norm`: `group_norm` (one group per head) or `denominator` (Σ_j φ(q_i)·φ(k_j));
     - `window`: exact softmax over the last `window` tokens sharing the denominator with the linear part over the
-      older ones; 0 for none.
+      older ones; 0 for none; with it, the first `num_sink_tokens` stay exact too (attention sinks).
 
     Raises:
         ValueError: an unknown field or value, or a combination that has no meaning, each named.
@@ -48,6 +48,7 @@ class SupraConfig(LlamaConfig):
     attention_norm: str = "group_norm"
     group_norm_affine: bool = False
     window: int = 0
+    num_sink_tokens: int = 0
     teacher_model_type: str = "llama"
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -132,6 +133,11 @@ class SupraConfig(LlamaConfig):
             raise ValueError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs")
         if self.window < 0:
             raise ValueError(f"window={self.window} is negative; 0 means no softmax window")
+        if self.num_sink_tokens < 0 or (self.num_sink_tokens and not self.window):
+            raise ValueError(
+                f"num_sink_tokens={self.num_sink_tokens} must be 0, or positive together with a window: sinks are scored "
+                "in the window's softmax"
+            )
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError("layer_types holds sliding_attention but sliding_window is not set")
         if not self.num_linear_layers:
@@ -165,9 +171,12 @@ def recurrent_state_bytes(config: SupraConfig, batch_size: int = 1, window_bytes
     """
     assert config.head_dim is not None and config.num_key_value_heads is not None
     state = config.num_state_heads * config.feature_dim * config.value_dim * 4
-    per_token = config.num_key_value_heads * (2 * config.head_dim + config.feature_dim)
-    window = config.window * per_token * window_bytes_per_element
-    return batch_size * config.num_linear_layers * (state + window)
+    kv_dims = config.num_key_value_heads * 2 * config.head_dim
+    window_dims = config.window * (kv_dims + config.num_key_value_heads * config.feature_dim)
+    sink_dims = config.num_sink_tokens * kv_dims
+    num_seen = 8 if config.window else 0
+    per_layer = state + (window_dims + sink_dims) * window_bytes_per_element + num_seen
+    return batch_size * config.num_linear_layers * per_layer
 
 
 def kv_cache_bytes(config: SupraConfig, num_tokens: int, bytes_per_element: int = 2, batch_size: int = 1) -> int:

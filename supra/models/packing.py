@@ -22,12 +22,19 @@ class Packing:
     `delay_index` [total]: for each token, the one `window` earlier in its own sequence, as an index into
     (real tokens, then N·window slots of the past).
     `tail_index` [N, window]: likewise the last `window` tokens of each sequence after this segment.
+    `sequence` and `local` [total]: each token's sequence and its place in this segment of it.
     """
 
     cu_seqlens: Tensor
     token_index: Tensor | None
     delay_index: Tensor
     tail_index: Tensor
+    sequence: Tensor
+    local: Tensor
+
+    def positions(self, num_seen: Tensor) -> Tensor:
+        """Position [total] of each token in its own sequence, which has seen `num_seen` [N] tokens before."""
+        return num_seen[self.sequence] + self.local
 
     @property
     def lengths(self) -> Tensor:
@@ -104,4 +111,4 @@ def _packing(cu_seqlens: Tensor, token_index: Tensor | None, window: int) -> Pac
     tail_local = lengths[:, None] - window + slots
     past_slot = total + torch.arange(num_sequences, device=cu_seqlens.device)[:, None] * window + tail_local + window
     tail_index = torch.where(tail_local >= 0, cu_seqlens[:-1, None] + tail_local, past_slot)
-    return Packing(cu_seqlens, token_index, delay_index, tail_index)
+    return Packing(cu_seqlens, token_index, delay_index, tail_index, sequence, local)

@@ -30,6 +30,14 @@ VARIANTS: dict[str, dict] = {
         "feature_map": "hedgehog", "rope_position": "before", "attention_norm": "denominator", "decay": "learned",
         "decay_shared": True, "window": 5,
     },
+    "sinks": {
+        "feature_map": "hedgehog", "rope_position": "before", "attention_norm": "denominator", "decay": "none", "window": 3,
+        "num_sink_tokens": 2,
+    },
+    "sinks-decay-hybrid": {
+        "feature_map": "t2r", "rope_position": "before", "attention_norm": "denominator", "decay": "retnet", "window": 4,
+        "num_sink_tokens": 1, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "hybrid": {
         "feature_map": "hedgehog", "rope_position": "before", "attention_norm": "denominator", "decay": "none", "window": 4,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],

@@ -207,12 +207,12 @@ def test_gradient_checkpointing_changes_no_gradient(model: SupraForCausalLM) -> 
     gradients = []
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         model.train()
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
-    model.gradient_checkpointing_disable()
+    model.activation_checkpointing_disable()
     model.eval()
     model.zero_grad()
     for first, second in zip(*gradients, strict=True):

@@ -1,0 +1,55 @@
+"""A linear layer, whatever its options, equals its definition written out with T×T matrices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from supra.models import SupraForCausalLM
+from torch import Tensor
+from torch.testing import assert_close
+
+
+def dense_attention(layer, q: Tensor, k: Tensor, v: Tensor, mapped_q: Tensor, mapped_k: Tensor) -> Tensor:
+    """o [B, T, H, D] by the definition: every query against every key."""
+    config, T = layer.config, q.shape[1]
+    n = layer.num_heads // layer.num_key_value_heads
+    k, v, mapped_k = (x.repeat_interleave(n, dim=2) for x in (k, v, mapped_k))
+    i, j = torch.arange(T)[:, None], torch.arange(T)[None, :]
+    age, window, sinks = i - j, config.window, config.num_sink_tokens
+    exact = (age >= 0) & ((age < window) | (j < sinks)) if window else torch.zeros(T, T, dtype=torch.bool)
+    recurrent = (age >= 0) & ~exact
+    linear = torch.einsum("bihd,bjhd->bhij", mapped_q, mapped_k) * recurrent
+    if hasattr(layer, "decay"):
+        log_decay = layer.decay(q)
+        if log_decay.shape[0] != layer.num_heads:
+            log_decay = log_decay.repeat_interleave(n)
+        linear = linear * torch.exp(log_decay[:, None, None] * (age - window).clamp(min=0))
+    if config.attention_norm == "group_norm":
+        output = torch.einsum("bhij,bjhd->bihd", linear * layer.head_dim**-0.5, v)
+        mean, var = output.mean(-1, keepdim=True), output.var(-1, keepdim=True, unbiased=False)
+        normed = (output - mean) / (var + 1e-5).sqrt()
+        if config.group_norm_affine:
+            normed = normed * layer.group_norm.weight.view(-1, layer.head_dim) + layer.group_norm.bias.view(-1, layer.head_dim)
+        return normed
+    if not window:
+        return torch.einsum("bhij,bjhd->bihd", linear, v) / linear.sum(-1).transpose(1, 2).unsqueeze(-1).clamp_min(1e-12)
+    scores = (torch.einsum("bihd,bjhd->bhij", q, k) * layer.head_dim**-0.5).masked_fill(~exact, -torch.inf)
+    lse = scores.logsumexp(-1)
+    ratio = torch.exp(layer.window_mix.weight[:, None] - layer.window_mix.lse_weight[:, None] * lse)
+    weights = torch.exp(scores - lse.unsqueeze(-1)) + ratio.unsqueeze(-1) * linear
+    return torch.einsum("bhij,bjhd->bihd", weights / weights.sum(-1, keepdim=True), v)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 17])
+def test_layer_equals_its_definition(model: SupraForCausalLM, length: int) -> None:
+    layers = model.linear_layers()
+    if not layers:
+        pytest.skip("the all-softmax model has no linear layer")
+    hidden = torch.randn(2, length, model.config.hidden_size, dtype=torch.float64)
+    rope = model.model.rotary_emb(hidden, torch.arange(length)[None])
+    for layer in layers[:1]:
+        q, k, v = layer._project(hidden)
+        q, k, mapped_q, mapped_k = layer._map_features(q, k, rope)
+        expected = layer.o_proj(dense_attention(layer, q, k, v, mapped_q, mapped_k).flatten(-2))
+        got, _ = layer(hidden, rope)
+        assert_close(got, expected, rtol=1e-8, atol=1e-8)
