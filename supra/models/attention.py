@@ -41,7 +41,7 @@ class WindowMix(KeepsFloat32):
 
     def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
         heads = self.weight.shape[0]
-        return {"weight": torch.full((heads,), 3.0), "lse_weight": torch.full((heads,), 0.75)}
+        return {"weight": torch.full((heads,), 2.5), "lse_weight": torch.full((heads,), 0.6)}
 
     def forward(self, lse: Tensor) -> Tensor:
         """Weight r [B, T, H] of the linear part from lse [B, T, H]."""
