@@ -33,6 +33,11 @@ def _number(value: Any) -> Any:
     return value
 
 
+def _comma_list(value: Any) -> Any:
+    """A command line gives a list as `0,5,11`."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
 Real = Annotated[float, BeforeValidator(_number)]
 Count = Annotated[int, BeforeValidator(_number)]  # 2_000_000, 2e6 and "2e6" alike; 2.5 is refused
 PositiveCount = Annotated[Count, Field(gt=0)]
@@ -69,7 +74,10 @@ class Conversion(_Section):
     decay_shared: bool | None = None
     norm_affine: bool | None = None
     window: Annotated[Count, Field(ge=0)] | None = None
-    keep_softmax: tuple[Annotated[Count, Field(ge=0)], ...] = ()
+    num_sink_tokens: Annotated[Count, Field(ge=0)] | None = (
+        None  # first tokens that stay exact beside the window
+    )
+    keep_softmax: Annotated[tuple[Annotated[Count, Field(ge=0)], ...], BeforeValidator(_comma_list)] = ()
 
     def resolve(self) -> "Conversion":
         """The same conversion with every `null` filled by its method's default."""
@@ -81,6 +89,7 @@ class Conversion(_Section):
                 "decay_shared": bool(self.decay_shared),
                 "norm_affine": bool(self.norm_affine),
                 "window": self.window or 0,
+                "num_sink_tokens": self.num_sink_tokens or 0,
                 "keep_softmax": tuple(sorted(set(self.keep_softmax))),
             }
         )
@@ -124,6 +133,13 @@ class Conversion(_Section):
     def _window_needs_denominator(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and _effective("norm", info.data) == "group_norm":
             raise ValueError("the window shares a normaliser with the linear part: set norm to denominator")
+        return value
+
+    @field_validator("num_sink_tokens")
+    @classmethod
+    def _sinks_need_window(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and "window" in info.data and not info.data["window"]:
+            raise ValueError("sinks are scored in the window's softmax: set window")
         return value
 
 
@@ -321,6 +337,19 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     for key, inner in items:
         leaves.update(flatten(inner, f"{prefix}.{key}" if prefix else str(key)))
     return leaves
+
+
+def conversion_from_options(options: dict[str, Any]) -> tuple[Conversion, str]:
+    """A checked conversion from command-line options, and its YAML with all defaults filled in.
+
+    Raises:
+        UserError: with every problem found.
+    """
+    from supra import recipe_io
+
+    conversion = recipe_io.parse_conversion(options)
+    filled = {"conversion": conversion.resolve().model_dump(mode="json")}
+    return conversion, yaml.safe_dump(filled, sort_keys=False)
 
 
 def load(path_or_name: str | Path, overrides: list[str] | None = None) -> Recipe:

@@ -1,1 +1,21 @@
-"""Training of converted models: stages of attention transfer, distillation and next-token prediction."""
+"""Training of converted models: stages of attention transfer, distillation and next-token prediction.
+
+The names below load on first use, so that reading texts (`supra.train.sources`) does not wait for peft.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from supra.train.plan import dry_run as dry_run
+    from supra.train.tracking import read_metrics as read_metrics
+    from supra.train.trainer import run_training as run_training
+
+_HOMES = {"dry_run": "plan", "read_metrics": "tracking", "run_training": "trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

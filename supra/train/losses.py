@@ -21,6 +21,9 @@ from supra.models import SupraForCausalLM
 from supra.models.packing import packing_from_boundaries
 from supra.train.data import IGNORED, Batch
 
+# From a chunk's logits [C, V] and its rows: the loss and its gradient with respect to the logits [C, V].
+ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+
 _CHUNK_ELEMENTS = 1 << 24  # logits of one chunk: 64 MB in fp32
 
 
@@ -50,10 +53,6 @@ class StageLoss:
             return max(1, sum(int((batch.labels != IGNORED).sum()) for batch in batches))
         return sum(batch.input_ids.numel() for batch in batches)
 
-    def _backward(self, loss: Tensor) -> None:
-        # Accelerate divides by the number of accumulated micro-batches; these carry the step's mean already.
-        self.accelerator.backward(loss * self.accelerator.gradient_accumulation_steps)
-
     def _attention(self, batch: Batch, num_targets: int) -> Tensor:
         """Mean over the linear layers of |student − teacher|² / |teacher|² (LoLCATs, 2410.10254, eq. 6).
 
@@ -77,12 +76,14 @@ class StageLoss:
         with torch.no_grad(), self.accelerator.autocast():
             target_hidden = teacher.model(**_inputs(batch)).last_hidden_state.flatten(0, 1)
 
-        def chunk_loss(hidden: Tensor, rows: slice) -> Tensor:
-            with torch.no_grad():
+        def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+            with self.accelerator.autocast():
                 target = F.log_softmax(teacher.lm_head(target_hidden[rows]).float() / temperature, dim=-1)
-            logits = F.log_softmax(self.student.lm_head(hidden).float() / temperature, dim=-1)
-            divergence = F.kl_div(logits, target, log_target=True, reduction="sum")
-            return divergence * temperature**2 / num_targets
+            log_probabilities = F.log_softmax(logits.float() / temperature, dim=-1)
+            divergence = F.kl_div(log_probabilities, target, log_target=True, reduction="sum")
+            # d KL / d logits = (softmax(student) − softmax(teacher)) / τ
+            gradient = log_probabilities.exp_().sub_(target.exp_())
+            return divergence * temperature**2 / num_targets, gradient.mul_(temperature / num_targets)
 
         return self._through_the_head(batch, chunk_loss)
 
@@ -90,14 +91,23 @@ class StageLoss:
         """Next-token cross-entropy; a document's last token predicts nothing."""
         labels = batch.labels.flatten()
 
-        def chunk_loss(hidden: Tensor, rows: slice) -> Tensor:
-            logits = self.student.lm_head(hidden).float()
-            return F.cross_entropy(logits, labels[rows], ignore_index=IGNORED, reduction="sum") / num_targets
+        def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+            log_probabilities = F.log_softmax(logits.float(), dim=-1)
+            loss = F.nll_loss(log_probabilities, labels[rows], ignore_index=IGNORED, reduction="sum")
+            # d loss / d logits = softmax − one-hot, and nothing where nothing is predicted
+            counted = (labels[rows] != IGNORED).unsqueeze(-1)
+            gradient = log_probabilities.exp_()
+            gradient.scatter_add_(1, labels[rows].clamp_min(0).unsqueeze(-1), -counted.to(gradient.dtype))
+            return loss / num_targets, gradient.mul_(counted / num_targets)
 
         return self._through_the_head(batch, chunk_loss)
 
-    def _through_the_head(self, batch: Batch, chunk_loss: Callable[[Tensor, slice], Tensor]) -> Tensor:
-        """Project, compare and go back chunk by chunk, then once through the body: never B·T·V logits."""
+    def _through_the_head(self, batch: Batch, chunk_loss: ChunkLoss) -> Tensor:
+        """Project, compare and go back chunk by chunk, then once through the body: never B·T·V logits.
+
+        The losses give their gradient themselves, so that autograd keeps no copy of a chunk's softmax. bf16
+        and fp32 need no loss scaling, so nothing of Accelerate's backward is missing.
+        """
         with self.accelerator.autocast():
             body = self.student.model(**_inputs(batch)).last_hidden_state.flatten(0, 1)
         leaf = body.detach().requires_grad_()
@@ -106,9 +116,11 @@ class StageLoss:
         for start in range(0, len(leaf), chunk):
             rows = slice(start, start + chunk)
             with self.accelerator.autocast():
-                loss = chunk_loss(leaf[rows], rows)
-            self._backward(loss)
-            total += loss.detach()
+                logits = self.student.lm_head(leaf[rows])
+            with torch.no_grad():
+                loss, gradient = chunk_loss(logits, rows)
+            logits.backward(gradient=gradient.to(logits.dtype))
+            total += loss
         body.backward(gradient=leaf.grad)
         return total
 
@@ -159,7 +171,8 @@ class _AttentionProbe:
             error = F.mse_loss(attended.float(), target.float())
             loss = error / target.float().square().mean().clamp_min(1e-12) * self.weight
             if loss.requires_grad:
-                self.owner._backward(loss)
+                # Accelerate divides by the number of micro-batches; `weight` holds the step's mean already.
+                self.owner.accelerator.backward(loss * self.owner.accelerator.gradient_accumulation_steps)
         self.total += loss.detach()
 
 

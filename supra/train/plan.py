@@ -1,11 +1,11 @@
 """What a run will do and cost, before it does it: tokens, steps, memory, disk, and time by a short probe."""
 
+import json
 import resource
 import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Group, RenderableType
@@ -61,8 +61,8 @@ class TrainingPlan:
         times = [stage.seconds for stage in self.stages]
         return None if None in times else sum(t for t in times if t is not None)
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "seconds": self.seconds}
+    def to_json(self) -> str:
+        return json.dumps({**asdict(self), "seconds": self.seconds}, indent=2)
 
     def render(self) -> RenderableType:
         table = Table("stage", "trains", "loss", "length", "steps", "tokens", "epochs", "time", box=None)
@@ -90,7 +90,7 @@ class TrainingPlan:
         return Group(*lines[:2], table, *lines[2:])
 
 
-def plan_training(
+def dry_run(
     recipe: Recipe,
     model_dir: str | Path,
     run_dir: str | Path,

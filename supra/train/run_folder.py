@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,10 @@ def open_run(run_dir: Path, recipe: Recipe, model_dir: Path, data_keys: dict[str
     """
     now = {"model": fingerprint(model_dir), "data": data_keys, "recipe": recipe.decisive()}
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(run_dir)
         if not (run_dir / "run.json").exists():
-            write_whole(run_dir / "recipe.yaml", recipe.to_yaml())
             header = {"model_dir": str(model_dir.resolve()), "versions": versions()}
-            write_whole(run_dir / "run.json", json.dumps({**header, **now}, indent=1))
-            return lock
+            _create(run_dir, recipe.to_yaml(), json.dumps({**header, **now}, indent=1))
+        lock = RunLock(run_dir)
     except OSError as error:
         raise SupraError(
             str(run_dir), f"cannot be written ({error.strerror})", "Choose another folder."
@@ -78,6 +76,18 @@ def open_run(run_dir: Path, recipe: Recipe, model_dir: Path, data_keys: dict[str
         lock.close()
         raise
     return lock
+
+
+def _create(run_dir: Path, recipe_yaml: str, run_json: str) -> None:
+    """Make the folder whole beside, then rename it: where it exists, it can be resumed."""
+    partial = run_dir.with_name(f".{run_dir.name}.partial.{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        (partial / "recipe.yaml").write_text(recipe_yaml, encoding="utf-8")
+        (partial / "run.json").write_text(run_json, encoding="utf-8")
+        os.rename(partial, run_dir)  # also onto an empty folder
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_whole(path: Path, text: str) -> None:

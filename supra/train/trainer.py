@@ -136,6 +136,7 @@ def check_conversion(conversion: Conversion, config: SupraConfig) -> None:
         "norm": (wanted.norm, config.attention_norm),
         "norm_affine": (wanted.norm_affine, config.group_norm_affine),
         "window": (wanted.window, config.window),
+        "num_sink_tokens": (wanted.num_sink_tokens, config.num_sink_tokens),
         "keep_softmax": (wanted.keep_softmax, kept),
     }
     differing = [

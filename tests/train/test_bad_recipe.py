@@ -20,6 +20,12 @@ OVERRIDES = [
     ("conversion.window=big", ["conversion.window = 'big'", "a number is needed"]),
     ("conversion.norm=group_norm", ["conversion.window = 64", "set norm to denominator"]),
     ("conversion.rope=after", ["conversion.rope = 'after'", "set rope to before"]),
+    ("conversion.num_sink_tokens=-1", ["conversion.num_sink_tokens", "at least 0"]),
+    (
+        "conversion={feature_map: elu, num_sink_tokens: 1, window: 0}",
+        ["conversion.num_sink_tokens", "set window"],
+    ),
+    ("conversion.keep_softmax=0,x", ["conversion.keep_softmax.1 = 'x'", "a number is needed"]),
     ("conversion.decay_shared=true", ["conversion.decay_shared", "no decay to share"]),
     ("stages.0.lr=1e-3", ["stages.transfer.lr", "belongs in `stages.optimizer`"]),
     ("stages.0.optimizer.lr=-1", ["stages.transfer.optimizer.lr = -1", "greater than 0"]),

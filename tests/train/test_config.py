@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from supra import config, recipe_io, recipes
 from supra.config import Conversion
@@ -59,6 +60,16 @@ def test_given_values_win_over_defaults() -> None:
     )
     resolved = given.resolve()
     assert (resolved.norm, resolved.rope, resolved.decay) == ("denominator", "before", "none")
+
+
+def test_conversion_from_command_line_options() -> None:
+    options = {"feature_map": "hedgehog", "window": 32, "keep_softmax": "3, 0", "decay": None}
+    conversion, text = config.conversion_from_options(options)
+    assert conversion == Conversion(feature_map="hedgehog", window=32, keep_softmax=(3, 0))
+    filled = Conversion.model_validate(yaml.safe_load(text)["conversion"])
+    assert filled == conversion.resolve()
+    with pytest.raises(UserError, match="2 errors"):
+        config.conversion_from_options({"feature_map": "hedgehg", "window": -1})
 
 
 def test_overrides_by_index_by_name_and_into_missing_sections() -> None:

@@ -73,9 +73,7 @@ def forward(model: SupraForCausalLM, batch: Batch, **options: Any) -> Any:
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(
-            found[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.parametrize("target", ["after_o_proj", "before_o_proj"])
