@@ -73,6 +73,7 @@ DecayShared = Annotated[bool | None, typer.Option(help="One decay per key/value 
 Norm = Annotated[str | None, typer.Option(help="group_norm or denominator.")]
 NormAffine = Annotated[bool | None, typer.Option(help="Learned scale and shift after group_norm.")]
 Window = Annotated[int | None, typer.Option(help="Exact softmax over this many last tokens; 0 for none.")]
+NumSinkTokens = Annotated[int | None, typer.Option(help="First tokens kept exact for ever, beside the window.")]
 KeepSoftmax = Annotated[str | None, typer.Option(help="Layers left as softmax: 0,5,11 or all.")]
 AllowPickle = Annotated[bool, typer.Option(help="Accept .bin weights, read without running code in them.")]
 
@@ -96,14 +97,14 @@ def inspect(
     source: Annotated[str, typer.Argument(help="A Hugging Face folder, a hub id or a .gguf file.")],
     recipe: ConversionRecipe = None, feature_map: FeatureMap = None, rope: Rope = None, decay: Decay = None,
     decay_shared: DecayShared = None, norm: Norm = None, norm_affine: NormAffine = None, window: Window = None,
-    keep_softmax: KeepSoftmax = None, allow_pickle: AllowPickle = False, as_json: Json = False,
+    num_sink_tokens: NumSinkTokens = None, keep_softmax: KeepSoftmax = None, allow_pickle: AllowPickle = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Show what a conversion would keep, add and drop, and what it would cost; writes nothing."""
     from .convert import make_plan
 
     conversion, _ = build_conversion(
         recipe, feature_map=feature_map, rope=rope, decay=decay, decay_shared=decay_shared, norm=norm,
-        norm_affine=norm_affine, window=window, keep_softmax=keep_softmax,
+        norm_affine=norm_affine, window=window, num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
     )  # fmt: skip
     plan = make_plan(source, conversion, allow_pickle=allow_pickle)
     print_plan(plan, as_json)
@@ -124,7 +125,7 @@ def convert(
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write; must not exist.")],
     recipe: ConversionRecipe = None, feature_map: FeatureMap = None, rope: Rope = None, decay: Decay = None,
     decay_shared: DecayShared = None, norm: Norm = None, norm_affine: NormAffine = None, window: Window = None,
-    keep_softmax: KeepSoftmax = None, allow_pickle: AllowPickle = False,
+    num_sink_tokens: NumSinkTokens = None, keep_softmax: KeepSoftmax = None, allow_pickle: AllowPickle = False,
     seed: Annotated[int, typer.Option(help="Seed of the new tensors.")] = 0,
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
     verify: Annotated[bool, typer.Option(help="Reload, compare hashes and run one forward.")] = True,
@@ -136,7 +137,7 @@ def convert(
 
     conversion, recipe_yaml = build_conversion(
         recipe, feature_map=feature_map, rope=rope, decay=decay, decay_shared=decay_shared, norm=norm,
-        norm_affine=norm_affine, window=window, keep_softmax=keep_softmax,
+        norm_affine=norm_affine, window=window, num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
     )  # fmt: skip
     plan = make_plan(source, conversion, allow_pickle=allow_pickle)
     if dry_run:

@@ -81,6 +81,7 @@ def student_config(
             attention_norm=conversion.norm,
             group_norm_affine=conversion.norm_affine,
             window=conversion.window,
+            num_sink_tokens=conversion.num_sink_tokens,
         )
     except (StrictDataclassError, ValueError, TypeError) as error:
         raise UserError(where, _first_line(error), "Change the conversion's options") from None
