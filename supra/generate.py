@@ -14,7 +14,7 @@ from .checks import Sampling
 from .errors import UserError
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def prefill(model: Any, input_ids: Tensor, chunk_tokens: int, cache: Any = None) -> tuple[Tensor, Any]:
     """Read input_ids [B, T] in chunks, so that memory does not grow with T beyond the cache itself.
 
@@ -81,7 +81,7 @@ def stream(
         raise failure[0]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode_time_along(
     model: Any, input_ids: Tensor, contexts: tuple[int, ...], num_steps: int, chunk_tokens: int = 512
 ) -> list[tuple[int, float, int]]:

@@ -1,0 +1,63 @@
+"""Perplexity equals transformers' own loss, and the table keeps teacher, student and ablations apart."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from supra.config import Data
+from supra.errors import UserError
+from supra.loading import load_model
+from supra_eval.perplexity import evaluate_folder, measure, read_blocks
+
+
+def test_equals_transformers_loss(teacher_dir: Path, text_file: Path) -> None:
+    loaded = load_model(teacher_dir)
+    blocks, _ = read_blocks(Data(train=(str(text_file),)), loaded.tokenizer, 300, 1500)
+    assert blocks.shape == (5, 300)
+    losses = [loaded.model(block[None], labels=block[None]).loss.item() for block in blocks]
+    row = measure(loaded.model, blocks, batch_size=2)
+    assert row.nll == pytest.approx(sum(losses) / 5, abs=1e-5)
+    assert row.perplexity == pytest.approx(math.exp(sum(losses) / 5), rel=1e-5)
+    assert row.scored_tokens == 5 * 299
+    assert row.nll_stderr == pytest.approx(float(torch.tensor(losses).std() / 5**0.5), rel=1e-3)
+
+
+def test_blocks_are_spread_over_each_text_and_never_overlap(tmp_path: Path, teacher_dir: Path) -> None:
+    tokenizer = load_model(teacher_dir).tokenizer
+    for name, size in (("short", 100), ("long", 1000)):
+        (tmp_path / f"{name}.txt").write_text("".join(chr(97 + i % 26) for i in range(size)))
+    data = Data(train=(str(tmp_path / "short.txt"), str(tmp_path / "long.txt")))
+    blocks, names = read_blocks(data, tokenizer, 40, 400)
+    assert names == ["short.txt", "long.txt"]
+    assert blocks.shape == (2 + 5, 40)  # the short text has room for two only
+    with pytest.raises(UserError, match="longer than every text"):
+        read_blocks(data, tokenizer, 2000, 2000)
+
+
+def test_table_holds_teacher_student_and_ablations(teacher_dir: Path, student_dir: Path, text_file: Path) -> None:
+    said: list[str] = []
+    table = evaluate_folder(
+        student_dir, [str(text_file)], teacher=teacher_dir, length=128, max_tokens=512, ablations=True,
+        device="cpu", dtype="float32", backend="auto", say=said.append,
+    )  # fmt: skip
+    rows = json.loads(table.to_json())["rows"]
+    assert list(rows) == ["teacher", "student", "window_only", "linear_only"]
+    assert rows["teacher"]["ratio_to_teacher"] == 1
+    assert len({row["perplexity"] for row in rows.values()}) == 4, "each is a measurement of its own"
+    assert any("backend torch" in line for line in said)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(student_dir: Path, text_file: Path, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    other = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(other).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="vocabulary of 50"):
+        evaluate_folder(
+            student_dir, [str(text_file)], teacher=tmp_path, length=64, max_tokens=64, ablations=False,
+            device="cpu", dtype="float32", backend="auto", say=lambda _: None,
+        )  # fmt: skip
