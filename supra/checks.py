@@ -18,12 +18,16 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         UserError: both or neither given, a file that is missing or no UTF-8 text, or an empty prompt.
     """
     if (prompt is None) == (file is None):
-        raise UserError("the prompt", "give exactly one of PROMPT and --file", "PROMPT may be - to read stdin")
+        raise UserError(
+            "the prompt", "give exactly one of PROMPT and --file", "PROMPT may be - to read stdin"
+        )
     if file is not None:
         try:
             text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(str(file), f"is not UTF-8 text ({error.reason})", "Convert it to UTF-8") from error
+            raise UserError(
+                str(file), f"is not UTF-8 text ({error.reason})", "Convert it to UTF-8"
+            ) from error
         except OSError as error:
             raise UserError(str(file), error.strerror or str(error), "Give a readable text file") from error
     else:
@@ -42,11 +46,19 @@ def require_dtype(dtype: str) -> None:
 def require_model_folder(path: Path) -> None:
     """Raise a UserError unless `path` is a folder with a config.json."""
     if not path.exists():
-        raise UserError(str(path), "does not exist", "Give the folder that `supra convert` or `supra train` wrote")
+        raise UserError(
+            str(path), "does not exist", "Give the folder that `supra convert` or `supra train` wrote"
+        )
     if not path.is_dir():
-        raise UserError(str(path), "is a file, not a model folder", "Give the folder; convert a .gguf file first")
+        raise UserError(
+            str(path), "is a file, not a model folder", "Give the folder; convert a .gguf file first"
+        )
     if not (path / "config.json").is_file():
-        raise UserError(str(path), "has no config.json, so it is no model folder", "Give the folder that holds config.json")
+        raise UserError(
+            str(path),
+            "has no config.json, so it is no model folder",
+            "Give the folder that holds config.json",
+        )
 
 
 @dataclass(frozen=True)
@@ -72,4 +84,6 @@ class Sampling:
         for name, (fits, allowed) in ranges.items():
             if not fits:
                 option = name.replace("_", "-")
-                raise UserError(f"--{option} {getattr(self, name)}", "is out of range", f"Use a value {allowed}")
+                raise UserError(
+                    f"--{option} {getattr(self, name)}", "is out of range", f"Use a value {allowed}"
+                )

@@ -63,17 +63,26 @@ def root(
         raise typer.Exit
 
 
-ConversionRecipe = Annotated[str | None, typer.Option("--recipe", help="A recipe's conversion: a name or a YAML file.")]
+ConversionRecipe = Annotated[
+    str | None, typer.Option("--recipe", help="A recipe's conversion: a name or a YAML file.")
+]
 FeatureMap = Annotated[
-    str | None, typer.Option(help="relu_dense, relu, hedgehog, t2r, elu or identity; its method sets the other defaults.")
+    str | None,
+    typer.Option(
+        help="relu_dense, relu, hedgehog, t2r, elu or identity; its method sets the other defaults."
+    ),
 ]
 Rope = Annotated[str | None, typer.Option(help="RoPE before or after the feature map.")]
 Decay = Annotated[str | None, typer.Option(help="none, alibi, retnet or learned.")]
-DecayShared = Annotated[bool | None, typer.Option(help="One decay per key/value head: the state is kept per KV head.")]
+DecayShared = Annotated[
+    bool | None, typer.Option(help="One decay per key/value head: the state is kept per KV head.")
+]
 Norm = Annotated[str | None, typer.Option(help="group_norm or denominator.")]
 NormAffine = Annotated[bool | None, typer.Option(help="Learned scale and shift after group_norm.")]
 Window = Annotated[int | None, typer.Option(help="Exact softmax over this many last tokens; 0 for none.")]
-NumSinkTokens = Annotated[int | None, typer.Option(help="First tokens kept exact for ever, beside the window.")]
+NumSinkTokens = Annotated[
+    int | None, typer.Option(help="First tokens kept exact for ever, beside the window.")
+]
 KeepSoftmax = Annotated[str | None, typer.Option(help="Layers left as softmax: 0,5,11 or all.")]
 AllowPickle = Annotated[bool, typer.Option(help="Accept .bin weights, read without running code in them.")]
 
@@ -97,7 +106,8 @@ def inspect(
     source: Annotated[str, typer.Argument(help="A Hugging Face folder, a hub id or a .gguf file.")],
     recipe: ConversionRecipe = None, feature_map: FeatureMap = None, rope: Rope = None, decay: Decay = None,
     decay_shared: DecayShared = None, norm: Norm = None, norm_affine: NormAffine = None, window: Window = None,
-    num_sink_tokens: NumSinkTokens = None, keep_softmax: KeepSoftmax = None, allow_pickle: AllowPickle = False, as_json: Json = False,
+    num_sink_tokens: NumSinkTokens = None, keep_softmax: KeepSoftmax = None, allow_pickle: AllowPickle = False,
+    as_json: Json = False,
 ) -> None:  # fmt: skip
     """Show what a conversion would keep, add and drop, and what it would cost; writes nothing."""
     from .convert import make_plan
@@ -155,10 +165,18 @@ def convert(
 def train(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe's name or a YAML file.")],
     model: Annotated[Path | None, typer.Option("--model", help="Folder that `supra convert` wrote.")] = None,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="Run folder: metrics, checkpoints, final model.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's last checkpoint.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate tokens, time, memory and disk; train nothing.")] = False,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a field: stages.0.total_tokens=1e6.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Run folder: metrics, checkpoints, final model.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the run folder's last checkpoint.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Estimate tokens, time, memory and disk; train nothing.")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a field: stages.0.total_tokens=1e6.")
+    ] = None,
     threads: Threads = 0,
     as_json: Json = False,
 ) -> None:
@@ -229,7 +247,7 @@ def evaluate(
     data: Annotated[list[str], typer.Option("--data", help="Held-out text: files, globs or package:NAME/path.")],
     teacher: Annotated[Path | None, typer.Option("--teacher", help="The teacher, scored beside it.")] = None,
     length: Annotated[int, typer.Option(help="Tokens per block, each read from an empty state.", min=2)] = 1024,
-    max_tokens: Annotated[int, typer.Option(help="Score at most this many tokens, spread over the files.", min=2)] = 32768,
+    max_tokens: Annotated[int, typer.Option(help="Score at most so many tokens, over all files.", min=2)] = 32768,
     ablations: Annotated[bool, typer.Option(help="Also score the window alone and the linear part alone.")] = True,
     device: Device = "auto", dtype: Dtype = "float32", backend: Backend = "auto", threads: Threads = 0,
     as_json: Json = False,
@@ -275,7 +293,9 @@ def doctor(threads: Threads = 0, as_json: Json = False) -> None:
 def demo(
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the report.")] = Path("runs/demo"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a demo that was stopped.")] = False,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a field of the demo's recipe.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a field of the demo's recipe.")
+    ] = None,
     threads: Threads = 2,
 ) -> None:
     """Convert a real Llama, train it for minutes, and measure what was lost and won."""
@@ -304,7 +324,8 @@ def recipes_ls(as_json: Json = False) -> None:
 
 @recipes_app.command("show")
 def recipes_show(
-    name: str, overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a field first.")] = None
+    name: str,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a field first.")] = None,
 ) -> None:
     """Print a recipe."""
     from . import recipes
@@ -325,7 +346,8 @@ def recipes_cp(name: str, target: Path) -> None:
 
 @recipes_app.command("validate")
 def recipes_validate(
-    path: str, overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a field first.")] = None
+    path: str,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a field first.")] = None,
 ) -> None:
     """Check a recipe; every error is named at once."""
     from . import config

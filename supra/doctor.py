@@ -13,7 +13,17 @@ from supra_kernels import available_backends, linear_attention, resolve_backend
 
 from . import __version__
 
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "triton", "fla-core", "lm-eval")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "datasets",
+    "safetensors",
+    "triton",
+    "fla-core",
+    "lm-eval",
+)
 # A backend's error against the fp64 reference may be this many times the fp32 reference's own error.
 TOLERANCE_RATIO = 2.0
 
@@ -60,11 +70,28 @@ class Examination:
         from rich.table import Table
 
         facts = Table(title="supra doctor", show_header=False)
-        for name, value in {**self.versions, **self.machine, "backend that auto runs": self.auto_backend}.items():
+        for name, value in {
+            **self.versions,
+            **self.machine,
+            "backend that auto runs": self.auto_backend,
+        }.items():
             facts.add_row(name, value)
-        checks = Table("backend", "status", "max error", "reference's", "ms", "reference's ms", title="kernels, fp32, T = 1024")
+        checks = Table(
+            "backend",
+            "status",
+            "max error",
+            "reference's",
+            "ms",
+            "reference's ms",
+            title="kernels, fp32, T = 1024",
+        )
         for check in self.backends:
-            numbers = [check.max_error, check.reference_error, check.milliseconds, check.reference_milliseconds]
+            numbers = [
+                check.max_error,
+                check.reference_error,
+                check.milliseconds,
+                check.reference_milliseconds,
+            ]
             shown = ["–" if number is None else f"{number:.3g}" for number in numbers]
             verdict = check.status if check.passed else "WRONG RESULT"
             checks.add_row(check.backend, verdict, *shown)

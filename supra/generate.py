@@ -29,7 +29,13 @@ def prefill(model: Any, input_ids: Tensor, chunk_tokens: int, cache: Any = None)
 
 
 def stream(
-    model: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, chunk_tokens: int = 512, chat: bool = False
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    sampling: Sampling,
+    *,
+    chunk_tokens: int = 512,
+    chat: bool = False,
 ) -> Iterator[str]:
     """Yield the continuation of `prompt` piece by piece as it is generated.
 

@@ -26,7 +26,9 @@ class Loaded:
 
     def describe(self) -> str:
         """One line naming what runs, for stderr."""
-        return f"device {self.device} · dtype {self.dtype} · backend {self.backend} · attention {self.attention}"
+        return (
+            f"device {self.device} · dtype {self.dtype} · backend {self.backend} · attention {self.attention}"
+        )
 
 
 def resolve_device(device: str) -> str:
@@ -54,31 +56,39 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from . import models  # noqa: F401 - registers the converted model with the Auto classes
+    from . import models
 
     require_dtype(dtype)
     require_model_folder(path)
     where = resolve_device(device)
     try:
+        model: Any
+        report: dict[str, Any]
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), output_loading_info=True, local_files_only=True
-        )
+        )  # type: ignore[misc]
         loaded_tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True) if tokenizer else None
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise SupraError(str(path), f"could not be loaded: {error}", "Convert the teacher again") from error
     except Exception as error:  # safetensors raises its own type, which derives from nothing narrower
         if type(error).__name__ != "SafetensorError":
             raise
-        raise SupraError(str(path), f"holds a damaged safetensors file: {error}", "Convert it again") from error
+        raise SupraError(
+            str(path), f"holds a damaged safetensors file: {error}", "Convert it again"
+        ) from error
     lost = sorted(report["missing_keys"]) + sorted(report["unexpected_keys"])
     if lost:
-        raise SupraError(str(path), f"missing or unexpected tensors: {', '.join(lost[:5])}", "Convert it again")
+        raise SupraError(
+            str(path), f"missing or unexpected tensors: {', '.join(lost[:5])}", "Convert it again"
+        )
     model = model.to(where).eval()
     runs = "none"
     if isinstance(model, models.SupraForCausalLM):
         try:
             runs = model.set_backend(backend)
         except BackendError as error:
-            raise UserError(f"backend {backend!r}", str(error), "See `supra doctor` for what runs here") from error
+            raise UserError(
+                f"backend {backend!r}", str(error), "See `supra doctor` for what runs here"
+            ) from error
     attention = model.config._attn_implementation
     return Loaded(model, loaded_tokenizer, where, dtype, runs, attention)

@@ -20,7 +20,9 @@ ROWS = {
 }
 
 
-def write_report(folder: Path, results: dict[str, Any], metrics: list[dict[str, Any]], texts: dict[str, str]) -> Path:
+def write_report(
+    folder: Path, results: dict[str, Any], metrics: list[dict[str, Any]], texts: dict[str, str]
+) -> Path:
     """Write loss.png, memory.png, time.png and report.md into `folder`; return the page's path.
 
     `texts` holds the `prompt` and what `teacher` and `student` made of it.
@@ -30,9 +32,19 @@ def write_report(folder: Path, results: dict[str, Any], metrics: list[dict[str, 
     """
     _plot_loss(folder / "loss.png", metrics)
     _plot_by_context(
-        folder / "memory.png", results["context_bytes"], 1e6, "memory of the context (MB)", "Memory against context"
+        folder / "memory.png",
+        results["context_bytes"],
+        1e6,
+        "memory of the context (MB)",
+        "Memory against context",
     )
-    _plot_by_context(folder / "time.png", results["decode_ms"], 1.0, "milliseconds per token", "Time per token against context")
+    _plot_by_context(
+        folder / "time.png",
+        results["decode_ms"],
+        1.0,
+        "milliseconds per token",
+        "Time per token against context",
+    )
     page = folder / "report.md"
     page.write_text(render_page(results, texts), encoding="utf-8")
     return page
@@ -43,7 +55,7 @@ def render_page(results: dict[str, Any], texts: dict[str, str]) -> str:
     lines = [
         "# A Transformer becomes an RNN",
         "",
-        f"{results['teacher_name']}, converted by `{results['conversion']}` and trained on "
+        f"{results['teacher_name']}, converted by the recipe `{results['recipe']}` and trained on "
         f"{results['tokens_trained']:,} tokens in {results['train_s'] / 60:.1f} minutes. "
         f"Whole run: {results['wall_s'] / 60:.1f} minutes, peak memory {results['peak_bytes'] / 1e9:.2f} GB.",
         f"Ran on: {results['runs_on']}.",
@@ -86,7 +98,8 @@ def perplexity_table(results: dict[str, Any]) -> str:
     """Markdown table of the perplexities, each with its ratio to the teacher's."""
     scores = results["perplexity"]
     rows = [
-        f"| {ROWS.get(name, name)} | {value:,.2f} | {value / scores['teacher']:,.3f} |" for name, value in scores.items()
+        f"| {ROWS.get(name, name)} | {value:,.2f} | {value / scores['teacher']:,.3f} |"
+        for name, value in scores.items()
     ]
     return "\n".join(["| model | perplexity | × teacher |", "|---|---:|---:|", *rows])
 
@@ -99,7 +112,9 @@ def context_table(results: dict[str, Any]) -> str:
         f"| {time['teacher'][tokens]:.0f} ms | {time['student'][tokens]:.0f} ms |"
         for tokens in memory["teacher"]
     ]
-    head = "| context (tokens) | teacher's cache | student's state | teacher, per token | student, per token |"
+    head = (
+        "| context (tokens) | teacher's cache | student's state | teacher, per token | student, per token |"
+    )
     return "\n".join([head, "|---:|---:|---:|---:|---:|", *rows])
 
 
@@ -118,7 +133,9 @@ def _figure(title: str) -> tuple[Any, Any]:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise SupraError("plots", "matplotlib is not installed", "Run: pip install 'supra-lm[plots]'") from error
+        raise SupraError(
+            "plots", "matplotlib is not installed", "Run: pip install 'supra-lm[plots]'"
+        ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -134,7 +151,12 @@ def _plot_loss(path: Path, metrics: list[dict[str, Any]]) -> None:
     stages = list(dict.fromkeys(row["stage"] for row in metrics))
     for number, stage in enumerate(stages):
         rows = [row for row in metrics if row["stage"] == stage]
-        axes.plot([row["tokens"] / 1e3 for row in rows], [row["loss"] for row in rows], label=stage, color=f"C{number}")
+        axes.plot(
+            [row["tokens"] / 1e3 for row in rows],
+            [row["loss"] for row in rows],
+            label=stage,
+            color=f"C{number}",
+        )
     axes.set_xlabel("tokens trained (thousands)")
     axes.set_ylabel("loss")
     axes.set_yscale("log")
@@ -142,7 +164,9 @@ def _plot_loss(path: Path, metrics: list[dict[str, Any]]) -> None:
     figure.savefig(path)
 
 
-def _plot_by_context(path: Path, series: dict[str, dict[str, float]], unit: float, label: str, title: str) -> None:
+def _plot_by_context(
+    path: Path, series: dict[str, dict[str, float]], unit: float, label: str, title: str
+) -> None:
     figure, axes = _figure(title)
     for name, colour in (("teacher", TEACHER), ("student", STUDENT)):
         tokens = [int(key) for key in series[name]]

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from supra.config import Data
 from supra.errors import UserError
 from supra.loading import Loaded, load_model
 from supra.models import SupraForCausalLM
 from supra.train.sources import find_sources, read_documents
-from torch import Tensor
 
 # Rows of logits made at a time: 256 x 128k vocabulary in fp32 is 131 MB.
 HEAD_TOKENS = 256
@@ -49,8 +50,12 @@ class PerplexityTable:
 
     def to_json(self) -> str:
         """All of it, with ratios to the teacher where there is one."""
-        rows = {name: {**asdict(row), "ratio_to_teacher": self.ratio(name)} for name, row in self.rows.items()}
-        return json.dumps({"length": self.length, "sources": self.sources, "runs_on": self.runs_on, "rows": rows}, indent=2)
+        rows = {
+            name: {**asdict(row), "ratio_to_teacher": self.ratio(name)} for name, row in self.rows.items()
+        }
+        return json.dumps(
+            {"length": self.length, "sources": self.sources, "runs_on": self.runs_on, "rows": rows}, indent=2
+        )
 
     def ratio(self, name: str) -> float | None:
         """Perplexity over the teacher's."""
@@ -85,34 +90,46 @@ def read_blocks(data: Data, tokenizer: Any, length: int, max_tokens: int) -> tup
     blocks = []
     for source in sources:
         text = "\n\n".join(read_documents(source, data))
-        ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids, dtype=torch.int64)
+        ids = torch.tensor(
+            tokenizer(text, add_special_tokens=False, verbose=False).input_ids, dtype=torch.int64
+        )
         available = ids.shape[0] // length
         count = min(per_source, available)
         blocks += [ids[i * available // count * length :][:length] for i in range(count)]
     if not blocks:
         names = ", ".join(source.name for source in sources)
-        raise UserError(f"--length {length}", f"is longer than every text ({names})", "Use a smaller --length")
+        raise UserError(
+            f"--length {length}", f"is longer than every text ({names})", "Use a smaller --length"
+        )
     return torch.stack(blocks), [source.name for source in sources]
 
 
 @torch.inference_mode()
-def measure(model: Any, blocks: Tensor, batch_size: int = 4) -> Perplexity:
-    """Perplexity of a causal model on blocks [N, length].
+def measure(
+    model: Any, blocks: Tensor, batch_size: int = 4, autocast_dtype: torch.dtype | None = None
+) -> Perplexity:
+    """Perplexity of a causal model on blocks [N, length]; `autocast_dtype` is that of the matrix products.
 
     Raises:
         UserError: a token id outside the model's vocabulary (another tokenizer's text).
     """
     if int(blocks.max()) >= model.config.vocab_size:
-        raise UserError("the text", f"holds token {int(blocks.max())} of another vocabulary", "Use the teacher of this model")
+        raise UserError(
+            "the text",
+            f"holds token {int(blocks.max())} of another vocabulary",
+            "Use the teacher of this model",
+        )
     start, losses = time.perf_counter(), []
+    half = autocast_dtype not in (None, torch.float32)
     for batch in blocks.to(model.device).split(batch_size):
-        hidden = model.model(batch, use_cache=False).last_hidden_state[:, :-1]
         targets = batch[:, 1:]
-        per_token = [
-            F.cross_entropy(model.lm_head(hidden[:, i : i + HEAD_TOKENS]).float().transpose(1, 2),
-                            targets[:, i : i + HEAD_TOKENS], reduction="none")
-            for i in range(0, targets.shape[1], HEAD_TOKENS)
-        ]  # fmt: skip
+        with torch.autocast(batch.device.type, dtype=autocast_dtype, enabled=half):
+            hidden = model.model(batch, use_cache=False).last_hidden_state[:, :-1]
+            per_token = [
+                F.cross_entropy(model.lm_head(hidden[:, i : i + HEAD_TOKENS]).float().transpose(1, 2),
+                                targets[:, i : i + HEAD_TOKENS], reduction="none")
+                for i in range(0, targets.shape[1], HEAD_TOKENS)
+            ]  # fmt: skip
         losses.append(torch.cat(per_token, dim=1).double().mean(dim=1).cpu())
     means = torch.cat(losses)
     nll = float(means.mean())
@@ -121,13 +138,15 @@ def measure(model: Any, blocks: Tensor, batch_size: int = 4) -> Perplexity:
     return Perplexity(math.exp(min(nll, 700.0)), nll, stderr, scored, time.perf_counter() - start)
 
 
-def measure_with_ablations(model: Any, blocks: Tensor) -> dict[str, Perplexity]:
+def measure_with_ablations(
+    model: Any, blocks: Tensor, autocast_dtype: torch.dtype | None = None
+) -> dict[str, Perplexity]:
     """The model as it is, and where it has a window, the window alone and the linear part alone."""
-    rows = {"student": measure(model, blocks)}
+    rows = {"student": measure(model, blocks, autocast_dtype=autocast_dtype)}
     if isinstance(model, SupraForCausalLM) and model.config.window:
         for branch in ("window_only", "linear_only"):
             with model.ablation(branch):
-                rows[branch] = measure(model, blocks)
+                rows[branch] = measure(model, blocks, autocast_dtype=autocast_dtype)
     return rows
 
 
@@ -148,7 +167,11 @@ def evaluate_folder(
         say("scoring the teacher")
         table.rows["teacher"] = measure(_same_vocabulary(teacher, student, device, dtype, backend), blocks)
     say("scoring the student" + (" and its ablations" if ablations else ""))
-    table.rows |= measure_with_ablations(student.model, blocks) if ablations else {"student": measure(student.model, blocks)}
+    table.rows |= (
+        measure_with_ablations(student.model, blocks)
+        if ablations
+        else {"student": measure(student.model, blocks)}
+    )
     return table
 
 

@@ -55,9 +55,9 @@ class SupraSoftmaxAttention(Qwen3Attention):
     """
 
     def __init__(self, config: SupraConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
+        super().__init__(config, layer_idx)  # type: ignore[arg-type]  # it reads only fields that both have
         if not config.qk_norm:
-            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()  # type: ignore[assignment]
         if config.attention_output_bias != config.attention_bias:
             self.o_proj = nn.Linear(
                 self.o_proj.in_features, self.o_proj.out_features, bias=config.attention_output_bias
@@ -95,6 +95,12 @@ class SupraLinearAttention(nn.Module):
     The teacher's q/k/v/o projections (and q_norm/k_norm) keep their names; `build_new_modules` adds the rest.
     `ablation` switches one branch off for measuring what it is worth; `backend` names the kernel backend.
     """
+
+    feature_map_q: nn.Module
+    feature_map_k: nn.Module
+    decay: nn.Module
+    group_norm: nn.GroupNorm
+    window_mix: WindowMix
 
     def __init__(self, config: SupraConfig, layer_idx: int) -> None:
         super().__init__()
@@ -135,10 +141,11 @@ class SupraLinearAttention(nn.Module):
         q, k, mapped_q, mapped_k = self._map_features(q, k, position_embeddings)
         if packing is not None:
             q, k, v, mapped_q, mapped_k = (packing.pack(x) for x in (q, k, v, mapped_q, mapped_k))
-        memory = None
+        memory: RecurrentLayer | None = None
         if cache is not None:
-            memory = cache.layers[self.layer_idx]
-            assert isinstance(memory, RecurrentLayer)
+            layer = cache.layers[self.layer_idx]
+            assert isinstance(layer, RecurrentLayer)
+            memory = layer
         output = self._attend(q, k, v, mapped_q, mapped_k, memory, packing, num_columns)
         if packing is not None:
             output = packing.unpack(output, batch_size, num_columns)
@@ -180,7 +187,9 @@ class SupraLinearAttention(nn.Module):
         """Mix values by the window and the state; all [B or 1, T or total, heads, ·] -> [B or 1, T or total, H, D]."""
         num_sequences = q.shape[0] if packing is None else packing.cu_seqlens.shape[0] - 1
         past = self._past(memory, num_sequences, k, mapped_k, v)
-        window_part, streams, sinks = None, (), ()
+        window_part: tuple[Tensor, Tensor] | None = None
+        streams: tuple[Tensor, ...] = ()
+        sinks: tuple[Tensor, ...] = ()
         if self.window:
             where = past.num_seen[:, None] + torch.arange(num_columns, device=q.device) if packing is None else (
                 packing.positions(past.num_seen).unsqueeze(0)
@@ -216,7 +225,7 @@ class SupraLinearAttention(nn.Module):
         self, memory: RecurrentLayer | None, num_sequences: int, k: Tensor, mapped_k: Tensor, v: Tensor
     ) -> Past:
         """What the window and the sinks hold before this segment: zeros at the start of a sequence."""
-        if memory is not None and memory.is_initialized:
+        if memory is not None and memory.num_seen is not None:
             return Past(memory.window_streams, memory.sinks, memory.num_seen)
         num_seen = torch.zeros(num_sequences, dtype=torch.int64, device=k.device)
         streams = tuple(x.new_zeros(num_sequences, self.window, *x.shape[2:]) for x in (k, mapped_k, v))
@@ -253,7 +262,12 @@ class SupraLinearAttention(nn.Module):
         return add_sinks(window_part, q, sink_k, sink_v, visible, self.head_dim**-0.5), sinks
 
     def _linear(
-        self, mapped_q: Tensor, mapped_k: Tensor, v: Tensor, memory: RecurrentLayer | None, packing: Packing | None
+        self,
+        mapped_q: Tensor,
+        mapped_k: Tensor,
+        v: Tensor,
+        memory: RecurrentLayer | None,
+        packing: Packing | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The linear part [.., H, V] in fp32 (its last column is the denominator if there is one), and the new state."""
         log_decay = self.decay(mapped_k) if hasattr(self, "decay") else None
@@ -267,7 +281,13 @@ class SupraLinearAttention(nn.Module):
         initial_state = None if memory is None else memory.recurrent_state
         if packing is None and v.shape[1] == 1 and initial_state is not None:
             output, state = linear_attention_step(
-                mapped_q[:, 0], mapped_k[:, 0], v[:, 0], initial_state, log_decay, scale=scale, backend=self.backend
+                mapped_q[:, 0],
+                mapped_k[:, 0],
+                v[:, 0],
+                initial_state,
+                log_decay,
+                scale=scale,
+                backend=self.backend,
             )
             return output.unsqueeze(1), state
         return linear_attention(

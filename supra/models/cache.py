@@ -69,7 +69,9 @@ class RecurrentLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise TypeError("a linear layer stores a recurrent state, not keys and values")
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         raise TypeError("a linear layer stores a recurrent state, not keys and values")
 
     def _map(self, change: Any) -> None:
@@ -100,7 +102,9 @@ class RecurrentLayer(CacheLayerMixin):
         self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        raise TypeError("a recurrent state is too small to be worth offloading; use a cache without offloading")
+        raise TypeError(
+            "a recurrent state is too small to be worth offloading; use a cache without offloading"
+        )
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
         raise ValueError(
@@ -113,7 +117,7 @@ class SupraCache(Cache):
     """One cache layer per model layer, chosen by `config.layer_types`."""
 
     def __init__(self, config: SupraConfig) -> None:
-        layers: list[CacheLayerMixin] = []
+        layers: list[Any] = []
         for layer_type in config.layer_types or []:
             if layer_type == "linear_attention":
                 layers.append(RecurrentLayer())
@@ -128,7 +132,7 @@ class SupraCache(Cache):
         """Bytes held by all layers, each storage counted once and whole."""
         storages: dict[int, int] = {}
         for layer in self.layers:
-            held = layer.tensors() if isinstance(layer, RecurrentLayer) else [layer.keys, layer.values]
+            held = layer.tensors() if isinstance(layer, RecurrentLayer) else _keys_and_values(layer)
             for tensor in held:
                 if isinstance(tensor, torch.Tensor):
                     storage = tensor.untyped_storage()
@@ -140,3 +144,8 @@ def _compact(tensor: Tensor) -> Tensor:
     """A copy where the tensor is a view of something larger: the last w tokens must not keep a whole prompt alive."""
     held = tensor.untyped_storage().nbytes()
     return tensor if held == tensor.numel() * tensor.element_size() else tensor.clone()
+
+
+def _keys_and_values(layer: Any) -> list[Any]:
+    """What transformers' own layers hold; None before the first token."""
+    return [layer.keys, layer.values]

@@ -100,7 +100,11 @@ class SupraConfig(LlamaConfig):
         """
         own = {name for name in cls.__dataclass_fields__ if not name.startswith("_")}
         shared = own | {"rope_theta", "rope_scaling", "torch_dtype"}
-        kept = {key: value for key, value in teacher.items() if key in shared and key not in ("model_type", "architectures")}
+        kept = {
+            key: value
+            for key, value in teacher.items()
+            if key in shared and key not in ("model_type", "architectures")
+        }
         kept["teacher_model_type"] = teacher.get("model_type", "llama")
         return cls(architectures=["SupraForCausalLM"], **{**kept, **linear})
 
@@ -179,8 +183,18 @@ def recurrent_state_bytes(config: SupraConfig, batch_size: int = 1, window_bytes
     return batch_size * config.num_linear_layers * per_layer
 
 
-def kv_cache_bytes(config: SupraConfig, num_tokens: int, bytes_per_element: int = 2, batch_size: int = 1) -> int:
+def kv_cache_bytes(
+    config: SupraConfig, num_tokens: int, bytes_per_element: int = 2, batch_size: int = 1
+) -> int:
     """Bytes of the teacher's key/value cache after `num_tokens` tokens, all layers softmax (a sliding window caps it)."""
     assert config.head_dim is not None and config.num_key_value_heads is not None
     kept = min(num_tokens, config.sliding_window) if config.sliding_window else num_tokens
-    return batch_size * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * kept * bytes_per_element
+    return (
+        batch_size
+        * config.num_hidden_layers
+        * 2
+        * config.num_key_value_heads
+        * config.head_dim
+        * kept
+        * bytes_per_element
+    )

@@ -112,7 +112,7 @@ def headwise_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def _linear_initial_values(module: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
     values = {}
-    fan_in = module.weight.shape[-1]
+    fan_in = dict(module.named_parameters())["weight"].shape[-1]
     for name, parameter in module.named_parameters():
         values[name] = torch.empty(parameter.shape, device="cpu").uniform_(
             -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in), generator=generator

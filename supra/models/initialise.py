@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,13 @@ def initial_values(module: nn.Module, seed: int, name: str) -> dict[str, Tensor]
     """Starting values in fp32 of a new module's parameters, for the module called `name`."""
     if not hasattr(module, "initial_values"):
         # GroupNorm, where it has an affine part: the one new module that is not ours.
-        return {key: torch.full(value.shape, float(key == "weight")) for key, value in module.named_parameters()}
+        return {
+            key: torch.full(value.shape, float(key == "weight")) for key, value in module.named_parameters()
+        }
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
-    return module.initial_values(generator)
+    make: Callable[[torch.Generator], dict[str, Tensor]] = module.initial_values  # type: ignore[assignment]
+    return make(generator)
 
 
 def init_new_tensors(config: SupraConfig, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +36,8 @@ class SupraDecoderLayer(LlamaDecoderLayer):
         assert config.layer_types is not None
         self.layer_type = config.layer_types[layer_idx]
         linear = self.layer_type == "linear_attention"
-        self.self_attn = (SupraLinearAttention if linear else SupraSoftmaxAttention)(config, layer_idx)
+        attention: type[nn.Module] = SupraLinearAttention if linear else SupraSoftmaxAttention
+        self.self_attn = attention(config, layer_idx)  # type: ignore[assignment]
 
 
 class SupraPreTrainedModel(LlamaPreTrainedModel):
@@ -55,7 +56,8 @@ class SupraPreTrainedModel(LlamaPreTrainedModel):
         if not hasattr(module, "initial_values"):
             super()._init_weights(module)
             return
-        for name, value in module.initial_values(torch.default_generator).items():
+        make: Callable[[torch.Generator], dict[str, Tensor]] = module.initial_values  # type: ignore[assignment]
+        for name, value in make(torch.default_generator).items():
             init.copy_(getattr(module, name), value)
 
 
@@ -101,7 +103,9 @@ class SupraModel(SupraPreTrainedModel):
         if use_cache and cache is None:
             cache = SupraCache(self.config)
         if cache is not None and not isinstance(cache, SupraCache):
-            raise ValueError(f"cache is a {type(cache).__name__}; a converted model needs a SupraCache(model.config)")
+            raise ValueError(
+                f"cache is a {type(cache).__name__}; a converted model needs a SupraCache(model.config)"
+            )
         if cu_seqlens is not None:
             if cache is not None and cache.get_seq_length():
                 raise ValueError("packed documents (cu_seqlens) cannot continue from a cache")
@@ -118,7 +122,7 @@ class SupraModel(SupraPreTrainedModel):
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states,
-                attention_mask=masks.get(layer.layer_type),
+                attention_mask=masks.get(str(layer.layer_type)),
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 cache=cache,
@@ -167,7 +171,11 @@ class SupraModel(SupraPreTrainedModel):
         return None if bool((local != 0).all()) else packing_from_mask(local, self.config.window)
 
     def _softmax_masks(
-        self, inputs_embeds: Tensor, attention_mask: Tensor | None, cache: SupraCache | None, position_ids: Tensor
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        cache: SupraCache | None,
+        position_ids: Tensor,
     ) -> dict[str, Tensor | None]:
         """The causal masks of the kept softmax layers, by layer type."""
         makers = {
@@ -233,7 +241,7 @@ class SupraForCausalLM(SupraPreTrainedModel, LlamaForCausalLM):
             for layer in layers:
                 layer.ablation = None
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]  # the rest of its arguments is of no use here
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         if generation_config.cache_implementation is not None:

@@ -69,7 +69,9 @@ def packing_from_mask(mask: Tensor, window: int) -> Packing:
     return _packing(cu_seqlens, real.flatten().nonzero().squeeze(1), window)
 
 
-def packing_from_boundaries(cu_seqlens: Tensor, batch_size: int, num_columns: int, window: int) -> Packing | None:
+def packing_from_boundaries(
+    cu_seqlens: Tensor, batch_size: int, num_columns: int, window: int
+) -> Packing | None:
     """Packing of documents laid end to end over the B·T tokens in row order; None where each row is one document.
 
     Raises:
@@ -78,10 +80,14 @@ def packing_from_boundaries(cu_seqlens: Tensor, batch_size: int, num_columns: in
     cu_seqlens = cu_seqlens.to(torch.int64)
     total = batch_size * num_columns
     if cu_seqlens[0] != 0 or cu_seqlens[-1] != total or bool((cu_seqlens.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens must rise from 0 to {total} (batch x columns), got {cu_seqlens.tolist()}")
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to {total} (batch x columns), got {cu_seqlens.tolist()}"
+        )
     row_starts = torch.arange(0, total + 1, max(num_columns, 1), device=cu_seqlens.device)
     if not bool(torch.isin(row_starts, cu_seqlens).all()):
-        raise ValueError("every row of a batch starts a document: cu_seqlens must hold each multiple of the row length")
+        raise ValueError(
+            "every row of a batch starts a document: cu_seqlens must hold each multiple of the row length"
+        )
     if torch.equal(cu_seqlens, row_starts):
         return None
     return _packing(cu_seqlens, None, window)
@@ -109,6 +115,8 @@ def _packing(cu_seqlens: Tensor, token_index: Tensor | None, window: int) -> Pac
     delay_index = torch.where(local >= window, flat - window, total + sequence * window + local)
     slots = torch.arange(window, device=cu_seqlens.device)
     tail_local = lengths[:, None] - window + slots
-    past_slot = total + torch.arange(num_sequences, device=cu_seqlens.device)[:, None] * window + tail_local + window
+    past_slot = (
+        total + torch.arange(num_sequences, device=cu_seqlens.device)[:, None] * window + tail_local + window
+    )
     tail_index = torch.where(tail_local >= 0, cu_seqlens[:-1, None] + tail_local, past_slot)
     return Packing(cu_seqlens, token_index, delay_index, tail_index, sequence, local)

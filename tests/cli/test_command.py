@@ -16,7 +16,9 @@ SUPRA = [str(Path(sys.executable).with_name("supra"))]
 
 def run(*arguments: str, **kwargs) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*SUPRA, *arguments], capture_output=True, text=True, env=environment, timeout=300, **kwargs)
+    return subprocess.run(
+        [*SUPRA, *arguments], capture_output=True, text=True, env=environment, timeout=300, **kwargs
+    )
 
 
 def test_help_starts_fast() -> None:
@@ -43,7 +45,9 @@ def test_light_commands_do_not_import_torch(arguments: list[str]) -> None:
         "heavy = {'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -51,7 +55,9 @@ def test_version_and_module_form() -> None:
     from supra import __version__
 
     assert run("--version").stdout == f"supra {__version__}\n"
-    result = subprocess.run([sys.executable, "-m", "supra", "--version"], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-m", "supra", "--version"], capture_output=True, text=True, timeout=60
+    )
     assert result.stdout == f"supra {__version__}\n"
 
 
@@ -87,7 +93,11 @@ MISTAKES = {
     "folder without config": (["generate", ".", "hello"], 2, "config.json"),
     "unknown dtype": (["generate", ".", "hello", "--dtype", "int4"], 2, "int4"),
     "eval without a model": (["eval", "/nowhere/model", "--data", "x.txt"], 2, "/nowhere/model"),
-    "eval without a teacher": (["eval", ".", "--data", "x.txt", "--teacher", "/nowhere/teacher"], 2, "config.json"),
+    "eval without a teacher": (
+        ["eval", ".", "--data", "x.txt", "--teacher", "/nowhere/teacher"],
+        2,
+        "config.json",
+    ),
     "unknown recipe": (["recipes", "show", "hedgehog-windw"], 2, "hedgehog-window"),
     "copy over a file": (["recipes", "cp", "demo", "README.md"], 2, "README.md"),
     "train without a model": (["train", "demo"], 2, "--model"),

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from supra import doctor
 from supra.report import context_table, perplexity_table, write_report
 
 RESULTS = {
-    "teacher_name": "Tiny", "conversion": "demo",
+    "teacher_name": "Tiny", "recipe": "demo",
     "perplexity": {"teacher": 10.0, "untrained": 90.0, "transfer": 12.0, "final": 11.0, "window_only": 15.0, "linear_only": 200.0, "paper_preset": 4000.0},
     "heldout": ["book.txt"], "eval_length": 64, "scored_tokens": 630,
     "decode_ms": {"teacher": {"128": 10.0, "2048": 20.0}, "student": {"128": 11.0, "2048": 11.0}},
@@ -45,7 +46,14 @@ def test_report_page_and_plots(tmp_path: Path) -> None:
     metrics = [{"stage": "transfer", "tokens": 1000 * i, "loss": 1 / i} for i in range(1, 9)]
     texts = {"prompt": "Once", "teacher": "upon a time", "student": "upon a\nhill"}
     page = write_report(tmp_path, RESULTS, metrics, texts).read_text()
-    for part in ("11.00 | 1.100", "upon a hill", "2.50 GB", "100,000 tokens", perplexity_table(RESULTS), context_table(RESULTS)):
+    for part in (
+        "11.00 | 1.100",
+        "upon a hill",
+        "2.50 GB",
+        "100,000 tokens",
+        perplexity_table(RESULTS),
+        context_table(RESULTS),
+    ):
         assert part in page
     for plot in ("loss.png", "memory.png", "time.png"):
         assert (tmp_path / plot).read_bytes()[:4] == b"\x89PNG"

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"supra": ROOT / "supra", "supra_kernels": ROOT / "kernels/supra_kernels", "supra_eval": ROOT / "eval/supra_eval"}
+PACKAGES = {
+    "supra": ROOT / "supra",
+    "supra_kernels": ROOT / "kernels/supra_kernels",
+    "supra_eval": ROOT / "eval/supra_eval",
+}
 FILES = [path for folder in PACKAGES.values() for path in sorted(folder.rglob("*.py"))]
 COMMANDS = {"supra.cli", "supra.demo"}  # what a user starts: they alone bring all parts together
 
@@ -38,7 +42,12 @@ def imports(path: Path) -> set[str]:
 
 
 def reaches(path: Path, *targets: str) -> set[str]:
-    return {name for name in imports(path) for target in targets if name == target or name.startswith(f"{target}.")}
+    return {
+        name
+        for name in imports(path)
+        for target in targets
+        if name == target or name.startswith(f"{target}.")
+    }
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: module_name(path))
@@ -53,7 +62,9 @@ def test_imports_point_one_way(path: Path) -> None:
     if name == "supra.config":
         forbidden |= reaches(path, "torch", "transformers")
     if name.startswith("supra.models"):
-        forbidden |= reaches(path, "supra.config", "supra.train", "supra.convert", "supra.generate", "supra_eval")
+        forbidden |= reaches(
+            path, "supra.config", "supra.train", "supra.convert", "supra.generate", "supra_eval"
+        )
     for part in ("train", "convert", "generate"):
         if name == f"supra.{part}" or name.startswith(f"supra.{part}."):
             others = {f"supra.{other}" for other in ("train", "convert", "generate")} - {f"supra.{part}"}
@@ -63,7 +74,9 @@ def test_imports_point_one_way(path: Path) -> None:
     assert not forbidden, f"{name} may not import {sorted(forbidden)}"
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("tests/**/*.py")) + FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("tests/**/*.py")) + FILES, ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_a_file_holds_one_idea(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
 

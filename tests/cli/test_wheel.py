@@ -23,9 +23,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True, timeout=120)
     python = folder / "venv/bin/python"
     wheel = next(folder.glob("*.whl"))
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True, timeout=120)
+    subprocess.run(
+        [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True, timeout=120
+    )
     # Only the libraries are lent: a .pth file on a site folder would run this checkout's own .pth too.
-    site = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True)
+    site = subprocess.check_output(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+    )
     (Path(site.strip()) / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "venv/bin/supra"
 
@@ -33,7 +37,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(supra: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     result = subprocess.run(
-        [supra, *arguments], capture_output=True, text=True, cwd=cwd, env={**environment, "HF_HUB_OFFLINE": "1"}, timeout=300
+        [supra, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**environment, "HF_HUB_OFFLINE": "1"},
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     return result
@@ -41,7 +50,9 @@ def run(supra: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[
 
 def test_the_installed_wheel_is_the_one_that_runs(installed: Path, tmp_path: Path) -> None:
     python = installed.with_name("python")
-    where = subprocess.check_output([python, "-c", "import supra.errors as m; print(m.__file__)"], text=True, cwd=tmp_path)
+    where = subprocess.check_output(
+        [python, "-c", "import supra.errors as m; print(m.__file__)"], text=True, cwd=tmp_path
+    )
     assert Path(where.strip()).is_relative_to(installed.parents[1])
 
 
@@ -54,9 +65,24 @@ def test_conversion(installed: Path, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "teacher")
-    result = run(installed, "convert", "teacher", "-o", "student", "--recipe", "hedgehog-window", "--json", cwd=tmp_path)
+    result = run(
+        installed,
+        "convert",
+        "teacher",
+        "-o",
+        "student",
+        "--recipe",
+        "hedgehog-window",
+        "--json",
+        cwd=tmp_path,
+    )
     json.loads(result.stdout)
     assert json.loads((tmp_path / "student/config.json").read_text())["model_type"] == "supra"

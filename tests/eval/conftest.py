@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from supra.config import Conversion
-from supra.convert import execute, make_plan
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from supra.config import Conversion
+from supra.convert import execute, make_plan
 
 VOCAB = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>"]
 

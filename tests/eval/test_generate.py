@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from supra.checks import Sampling
 from supra.errors import SupraError, UserError
 from supra.generate import cache_bytes, decode_time_along, prefill, stream
@@ -29,7 +30,9 @@ def test_stream_equals_generate_and_does_not_depend_on_the_chunk(student_dir: Pa
     whole = loaded.model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     expected = loaded.tokenizer.decode(whole, skip_special_tokens=True)
     for chunk in (5, 512):
-        pieces = stream(loaded.model, loaded.tokenizer, PROMPT, Sampling(max_new_tokens=12), chunk_tokens=chunk)
+        pieces = stream(
+            loaded.model, loaded.tokenizer, PROMPT, Sampling(max_new_tokens=12), chunk_tokens=chunk
+        )
         assert "".join(pieces) == expected
 
 
@@ -45,7 +48,11 @@ def test_sampling_follows_its_seed(student_dir: Path) -> None:
     loaded = load_model(student_dir)
 
     def sample(seed: int) -> str:
-        return "".join(stream(loaded.model, loaded.tokenizer, "the", Sampling(max_new_tokens=24, temperature=1.0, seed=seed)))
+        return "".join(
+            stream(
+                loaded.model, loaded.tokenizer, "the", Sampling(max_new_tokens=24, temperature=1.0, seed=seed)
+            )
+        )
 
     assert sample(1) == sample(1)
     assert sample(1) != sample(2)
@@ -61,7 +68,9 @@ def test_chat_uses_the_template_and_is_refused_without_one(student_dir: Path) ->
         next(stream(loaded.model, loaded.tokenizer, "hello", options, chat=True))
 
 
-def test_context_memory_is_constant_for_the_student_and_grows_for_the_teacher(student_dir: Path, teacher_dir: Path) -> None:
+def test_context_memory_is_constant_for_the_student_and_grows_for_the_teacher(
+    student_dir: Path, teacher_dir: Path
+) -> None:
     ids = torch.randint(0, 200, (1, 300))
     student = decode_time_along(load_model(student_dir).model, ids, (20, 100, 280), 3)
     teacher = decode_time_along(load_model(teacher_dir).model, ids, (20, 100, 280), 3)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from supra_eval.perplexity import evaluate_folder, measure, read_blocks
+
 from supra.config import Data
 from supra.errors import UserError
 from supra.loading import load_model
-from supra_eval.perplexity import evaluate_folder, measure, read_blocks
 
 
 def test_equals_transformers_loss(teacher_dir: Path, text_file: Path) -> None:
@@ -38,7 +39,9 @@ def test_blocks_are_spread_over_each_text_and_never_overlap(tmp_path: Path, teac
         read_blocks(data, tokenizer, 2000, 2000)
 
 
-def test_table_holds_teacher_student_and_ablations(teacher_dir: Path, student_dir: Path, text_file: Path) -> None:
+def test_table_holds_teacher_student_and_ablations(
+    teacher_dir: Path, student_dir: Path, text_file: Path
+) -> None:
     said: list[str] = []
     table = evaluate_folder(
         student_dir, [str(text_file)], teacher=teacher_dir, length=128, max_tokens=512, ablations=True,
@@ -51,10 +54,14 @@ def test_table_holds_teacher_student_and_ablations(teacher_dir: Path, student_di
     assert any("backend torch" in line for line in said)
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(student_dir: Path, text_file: Path, tmp_path: Path) -> None:
+def test_a_teacher_of_another_vocabulary_is_refused(
+    student_dir: Path, text_file: Path, tmp_path: Path
+) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    other = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    other = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
     LlamaForCausalLM(other).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="vocabulary of 50"):
         evaluate_folder(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from supra.models import SupraConfig, SupraForCausalLM
 
 # Every feature map with every decay, normalisation and window that has a meaning with it.

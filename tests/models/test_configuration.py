@@ -6,11 +6,17 @@ import json
 
 import pytest
 import torch
+
 from supra.models import SupraConfig, SupraForCausalLM, init_new_tensors, is_new_parameter
 from supra.models.configuration_supra import kv_cache_bytes, recurrent_state_bytes
 from supra.models.decay import alibi_slopes, fixed_log_decay
 
-LLAMA2_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+LLAMA2_7B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
 MISTRAL_7B = {**LLAMA2_7B, "num_key_value_heads": 8}
 
 
@@ -35,7 +41,10 @@ def test_paper_preset_adds_the_papers_parameters(shape: dict[str, int], expected
         ({"window": -1}, "window"),
         ({"window": 8}, "window"),
         ({"attention_norm": "denominator"}, "rope_position"),
-        ({"attention_norm": "denominator", "feature_map": "identity", "rope_position": "before"}, "feature map"),
+        (
+            {"attention_norm": "denominator", "feature_map": "identity", "rope_position": "before"},
+            "feature map",
+        ),
         ({"featuremap": "hedgehog"}, "feature_map"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 15}, "head_dim"),
@@ -76,13 +85,20 @@ def test_alibi_slopes_of_a_power_of_two_are_the_papers() -> None:
 
 
 def test_new_tensors_depend_on_seed_and_name_only() -> None:
-    config = SupraConfig(num_hidden_layers=3, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=8)
-    first, again = dict(init_new_tensors(config, 0, torch.float32)), dict(init_new_tensors(config, 0, torch.float32))
+    config = SupraConfig(
+        num_hidden_layers=3, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=8
+    )
+    first, again = (
+        dict(init_new_tensors(config, 0, torch.float32)),
+        dict(init_new_tensors(config, 0, torch.float32)),
+    )
     other = dict(init_new_tensors(config, 1, torch.float32))
     assert first.keys() == again.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
-    assert len({tensor.flatten()[0].item() for tensor in first.values()}) == len(first), "no two tensors alike"
+    assert len({tensor.flatten()[0].item() for tensor in first.values()}) == len(first), (
+        "no two tensors alike"
+    )
 
 
 def test_state_bytes_do_not_grow_and_cache_bytes_do() -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from supra.models import SupraCache, SupraForCausalLM
 from torch.testing import assert_close
+
+from supra.models import SupraCache, SupraForCausalLM
 
 TOL = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -20,7 +21,9 @@ def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @settings(max_examples=8)
 @given(cuts=st.lists(st.integers(0, 19), max_size=5), seed=st.integers(0, 3))
-def test_prefill_in_any_split_and_decode_equal_one_forward(model: SupraForCausalLM, cuts: list[int], seed: int) -> None:
+def test_prefill_in_any_split_and_decode_equal_one_forward(
+    model: SupraForCausalLM, cuts: list[int], seed: int
+) -> None:
     ids = tokens(2, 19, seed=seed)
     whole = model(ids).logits
     cache, pieces = SupraCache(model.config), []
@@ -66,7 +69,12 @@ def test_padded_prefill_then_decode_equals_unpadded(model: SupraForCausalLM) -> 
     lengths = [9, 2, 5]
     rows = [tokens(1, n + 6, seed=n) for n in lengths]
     width = max(lengths)
-    ids = torch.stack([torch.cat((torch.zeros(width - n, dtype=torch.long), r[0, :n])) for n, r in zip(lengths, rows, strict=True)])
+    ids = torch.stack(
+        [
+            torch.cat((torch.zeros(width - n, dtype=torch.long), r[0, :n]))
+            for n, r in zip(lengths, rows, strict=True)
+        ]
+    )
     mask = torch.stack([torch.cat((torch.zeros(width - n), torch.ones(n))) for n in lengths]).long()
     cache = SupraCache(model.config)
     # The prompt itself in two chunks: the first holds nothing but pads for the shortest row.
@@ -115,7 +123,13 @@ def test_packed_documents_equal_the_same_documents_apart(model: SupraForCausalLM
         (model(document).logits[0] * weights[start:stop]).sum().backward()
     assert gradients
     for name, parameter in model.named_parameters():
-        assert_close(gradients[name], parameter.grad, rtol=1e-7, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+        assert_close(
+            gradients[name],
+            parameter.grad,
+            rtol=1e-7,
+            atol=1e-7,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
     model.zero_grad()
 
 
@@ -136,7 +150,11 @@ def test_generate_with_cache_equals_without(model: SupraForCausalLM, kind: str) 
     outputs = []
     for use_cache in (True, False):
         torch.manual_seed(1)
-        outputs.append(model.generate(ids, attention_mask=mask, max_new_tokens=12, use_cache=use_cache, **GENERATIONS[kind]))
+        outputs.append(
+            model.generate(
+                ids, attention_mask=mask, max_new_tokens=12, use_cache=use_cache, **GENERATIONS[kind]
+            )
+        )
     assert torch.equal(*outputs)
 
 
@@ -154,7 +172,9 @@ def test_crop_is_refused_with_the_reason(make_model) -> None:
 
 
 def test_state_size_is_the_same_after_1_and_200_tokens(make_model) -> None:
-    model = make_model(feature_map="hedgehog", rope_position="before", attention_norm="denominator", decay="none", window=4)
+    model = make_model(
+        feature_map="hedgehog", rope_position="before", attention_norm="denominator", decay="none", window=4
+    )
     sizes = [model(tokens(1, n), use_cache=True).cache.num_bytes() for n in (5, 40, 200)]
     assert len(set(sizes)) == 1, sizes
 
@@ -164,7 +184,13 @@ def test_state_and_decay_are_fp32_whatever_the_weights(make_model, dtype: torch.
     model = make_model(dtype=torch.float32, feature_map="relu", decay="learned").to(dtype)
     cache = model(tokens(1, 9), use_cache=True).cache
     assert cache.layers[0].recurrent_state.dtype == torch.float32
-    assert make_model(feature_map="relu", decay="alibi").linear_layers()[0].decay(torch.zeros(1, dtype=dtype)).dtype == torch.float32
+    assert (
+        make_model(feature_map="relu", decay="alibi")
+        .linear_layers()[0]
+        .decay(torch.zeros(1, dtype=dtype))
+        .dtype
+        == torch.float32
+    )
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
@@ -185,7 +211,12 @@ def test_save_then_load_is_bit_exact(model: SupraForCausalLM, tmp_path, dtype: t
 
 
 def test_ablations_switch_one_branch_off_and_back(make_model) -> None:
-    fields = {"feature_map": "hedgehog", "rope_position": "before", "attention_norm": "denominator", "decay": "none"}
+    fields = {
+        "feature_map": "hedgehog",
+        "rope_position": "before",
+        "attention_norm": "denominator",
+        "decay": "none",
+    }
     model, ids = make_model(window=4, **fields), tokens(1, 20)
     both = model(ids).logits
     with model.ablation("window_only"):
@@ -198,7 +229,10 @@ def test_ablations_switch_one_branch_off_and_back(make_model) -> None:
     without_window = make_model(window=0, **fields)
     without_window.load_state_dict(model.state_dict(), strict=False)
     assert_close(linear_only, without_window(ids).logits, **TOL)
-    with pytest.raises(ValueError, match="needs a model with a window"), without_window.ablation("window_only"):
+    with (
+        pytest.raises(ValueError, match="needs a model with a window"),
+        without_window.ablation("window_only"),
+    ):
         pass
 
 

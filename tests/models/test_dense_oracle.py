@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from supra.models import SupraForCausalLM
 from torch import Tensor
 from torch.testing import assert_close
+
+from supra.models import SupraForCausalLM
 
 
 def dense_attention(layer, q: Tensor, k: Tensor, v: Tensor, mapped_q: Tensor, mapped_k: Tensor) -> Tensor:
@@ -29,10 +30,14 @@ def dense_attention(layer, q: Tensor, k: Tensor, v: Tensor, mapped_q: Tensor, ma
         mean, var = output.mean(-1, keepdim=True), output.var(-1, keepdim=True, unbiased=False)
         normed = (output - mean) / (var + 1e-5).sqrt()
         if config.group_norm_affine:
-            normed = normed * layer.group_norm.weight.view(-1, layer.head_dim) + layer.group_norm.bias.view(-1, layer.head_dim)
+            normed = normed * layer.group_norm.weight.view(-1, layer.head_dim) + layer.group_norm.bias.view(
+                -1, layer.head_dim
+            )
         return normed
     if not window:
-        return torch.einsum("bhij,bjhd->bihd", linear, v) / linear.sum(-1).transpose(1, 2).unsqueeze(-1).clamp_min(1e-12)
+        return torch.einsum("bhij,bjhd->bihd", linear, v) / linear.sum(-1).transpose(1, 2).unsqueeze(
+            -1
+        ).clamp_min(1e-12)
     scores = (torch.einsum("bihd,bjhd->bhij", q, k) * layer.head_dim**-0.5).masked_fill(~exact, -torch.inf)
     lse = scores.logsumexp(-1)
     ratio = torch.exp(layer.window_mix.weight[:, None] - layer.window_mix.lse_weight[:, None] * lse)
