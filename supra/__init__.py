@@ -11,7 +11,9 @@ __version__ = "0.1.0"
 
 def _runs_as_command() -> bool:
     """Whether this process is the `supra` command: `supra --help` must not wait for torch and transformers."""
-    return PurePath(sys.argv[0] if sys.argv else "").stem == "supra" or "-m supra" in " ".join(sys.orig_argv[1:3])
+    return PurePath(sys.argv[0] if sys.argv else "").stem == "supra" or "-m supra" in " ".join(
+        sys.orig_argv[1:3]
+    )
 
 
 if not _runs_as_command():

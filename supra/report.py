@@ -65,9 +65,9 @@ def render_page(results: dict[str, Any], texts: dict[str, str]) -> str:
         "",
         perplexity_table(results),
         "",
-        "The ablations run the final model with one branch switched off. The paper's preset (dense ReLU map, ALiBi-type "
-        "decay, GroupNorm, no window) is made for uptraining on billions of tokens: its row shows why a short run needs "
-        "another recipe, not what the paper reaches.",
+        "The ablations run the final model with one branch off. The paper's preset (dense ReLU map, ALiBi-type "
+        "decay, GroupNorm, no window) is made for uptraining on billions of tokens: its row shows why a short run "
+        "needs another recipe, not what the paper reaches.",
         "",
         "![loss](loss.png)",
         "",

@@ -1,4 +1,4 @@
-"""The two kinds of attention in a converted model: the linear recurrent layer, and the teacher's softmax kept as it was.
+"""The two kinds of attention in a converted model: the linear recurrent layer, and the teacher's softmax as it was.
 
 Symbols: B batch, T tokens, H query heads, G key/value heads, D head dim, K feature dim, V state's value dim, w window.
 """
@@ -269,7 +269,7 @@ class SupraLinearAttention(nn.Module):
         memory: RecurrentLayer | None,
         packing: Packing | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The linear part [.., H, V] in fp32 (its last column is the denominator if there is one), and the new state."""
+        """The linear part [.., H, V] in fp32 (last column: the denominator, if there is one), and the new state."""
         log_decay = self.decay(mapped_k) if hasattr(self, "decay") else None
         accumulate = torch.float64 if v.dtype == torch.float64 else torch.float32
         v = v.to(accumulate)

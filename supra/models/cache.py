@@ -1,4 +1,4 @@
-"""The cache of a converted model: a fixed-size recurrent state per linear layer, keys and values for kept softmax layers."""
+"""The cache of a converted model: a state of fixed size per linear layer, keys and values where softmax stays."""
 
 from __future__ import annotations
 

@@ -139,8 +139,8 @@ class SupraConfig(LlamaConfig):
             raise ValueError(f"window={self.window} is negative; 0 means no softmax window")
         if self.num_sink_tokens < 0 or (self.num_sink_tokens and not self.window):
             raise ValueError(
-                f"num_sink_tokens={self.num_sink_tokens} must be 0, or positive together with a window: sinks are scored "
-                "in the window's softmax"
+                f"num_sink_tokens={self.num_sink_tokens} must be 0, or positive together with a window: "
+                "sinks are scored in the window's softmax"
             )
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError("layer_types holds sliding_attention but sliding_window is not set")
@@ -186,7 +186,7 @@ def recurrent_state_bytes(config: SupraConfig, batch_size: int = 1, window_bytes
 def kv_cache_bytes(
     config: SupraConfig, num_tokens: int, bytes_per_element: int = 2, batch_size: int = 1
 ) -> int:
-    """Bytes of the teacher's key/value cache after `num_tokens` tokens, all layers softmax (a sliding window caps it)."""
+    """Bytes of the teacher's key/value cache after `num_tokens` tokens (a sliding window caps it)."""
     assert config.head_dim is not None and config.num_key_value_heads is not None
     kept = min(num_tokens, config.sliding_window) if config.sliding_window else num_tokens
     return (

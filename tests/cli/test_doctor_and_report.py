@@ -13,7 +13,8 @@ from supra.report import context_table, perplexity_table, write_report
 
 RESULTS = {
     "teacher_name": "Tiny", "recipe": "demo",
-    "perplexity": {"teacher": 10.0, "untrained": 90.0, "transfer": 12.0, "final": 11.0, "window_only": 15.0, "linear_only": 200.0, "paper_preset": 4000.0},
+    "perplexity": {"teacher": 10.0, "untrained": 90.0, "transfer": 12.0, "final": 11.0,
+                   "window_only": 15.0, "linear_only": 200.0, "paper_preset": 4000.0},
     "heldout": ["book.txt"], "eval_length": 64, "scored_tokens": 630,
     "decode_ms": {"teacher": {"128": 10.0, "2048": 20.0}, "student": {"128": 11.0, "2048": 11.0}},
     "context_bytes": {"teacher": {"128": 1e6, "2048": 16e6}, "student": {"128": 2e6, "2048": 2e6}},

@@ -22,7 +22,8 @@ def teacher_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(VOCAB), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=len(VOCAB) - 1, tie_word_embeddings=True,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None,
+        eos_token_id=len(VOCAB) - 1, tie_word_embeddings=True,
         initializer_range=0.2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)

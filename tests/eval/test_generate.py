@@ -107,5 +107,5 @@ def test_a_damaged_model_is_named(student_dir: Path, tmp_path: Path, damage: str
 def test_a_backend_or_device_that_is_not_there_is_refused(student_dir: Path) -> None:
     with pytest.raises(UserError, match="backend"):
         load_model(student_dir, backend="tritn")
-    with pytest.raises(UserError, match="no GPU|no such device"):
+    with pytest.raises(UserError, match=r"no GPU|no such device"):
         load_model(student_dir, device="cuda:99" if not torch.cuda.is_available() else "tpu")

@@ -9,6 +9,7 @@ import torch
 
 from supra.models import SupraConfig, SupraForCausalLM
 
+DENOMINATOR = {"rope_position": "before", "attention_norm": "denominator"}
 # Every feature map with every decay, normalisation and window that has a meaning with it.
 VARIANTS: dict[str, dict] = {
     "supra": {},
@@ -17,30 +18,30 @@ VARIANTS: dict[str, dict] = {
     "relu-learned": {"feature_map": "relu", "decay": "learned"},
     "relu-rope-before": {"feature_map": "relu", "rope_position": "before", "decay": "none"},
     "identity": {"feature_map": "identity", "decay": "retnet", "decay_shared": True},
-    "elu-denominator": {"feature_map": "elu", "rope_position": "before", "attention_norm": "denominator", "decay": "none"},
-    "t2r": {"feature_map": "t2r", "rope_position": "before", "attention_norm": "denominator", "decay": "none"},
+    "elu-denominator": {"feature_map": "elu", **DENOMINATOR, "decay": "none"},
+    "t2r": {"feature_map": "t2r", **DENOMINATOR, "decay": "none"},
     "t2r-window-decay": {
-        "feature_map": "t2r", "rope_position": "before", "attention_norm": "denominator", "decay": "alibi", "window": 3,
+        "feature_map": "t2r", **DENOMINATOR, "decay": "alibi", "window": 3,
     },
-    "hedgehog": {"feature_map": "hedgehog", "rope_position": "before", "attention_norm": "denominator", "decay": "none"},
+    "hedgehog": {"feature_map": "hedgehog", **DENOMINATOR, "decay": "none"},
     "hedgehog-group-norm-rope-after": {"feature_map": "hedgehog", "decay": "alibi"},
     "hedgehog-window": {
-        "feature_map": "hedgehog", "rope_position": "before", "attention_norm": "denominator", "decay": "none", "window": 4,
+        "feature_map": "hedgehog", **DENOMINATOR, "decay": "none", "window": 4,
     },
     "hedgehog-window-learned-decay": {
-        "feature_map": "hedgehog", "rope_position": "before", "attention_norm": "denominator", "decay": "learned",
+        "feature_map": "hedgehog", **DENOMINATOR, "decay": "learned",
         "decay_shared": True, "window": 5,
     },
     "sinks": {
-        "feature_map": "hedgehog", "rope_position": "before", "attention_norm": "denominator", "decay": "none", "window": 3,
+        "feature_map": "hedgehog", **DENOMINATOR, "decay": "none", "window": 3,
         "num_sink_tokens": 2,
     },
     "sinks-decay-hybrid": {
-        "feature_map": "t2r", "rope_position": "before", "attention_norm": "denominator", "decay": "retnet", "window": 4,
+        "feature_map": "t2r", **DENOMINATOR, "decay": "retnet", "window": 4,
         "num_sink_tokens": 1, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
     "hybrid": {
-        "feature_map": "hedgehog", "rope_position": "before", "attention_norm": "denominator", "decay": "none", "window": 4,
+        "feature_map": "hedgehog", **DENOMINATOR, "decay": "none", "window": 4,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
     "hybrid-sliding-qk-norm": {
