@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from supra.config import Conversion
 from supra.convert.headers import INDEX_NAME
 from supra.convert.plan import Plan
 from supra.convert.render import human_bytes
@@ -142,12 +143,20 @@ def model_card(plan: Plan, seed: int, out: Path) -> str:
         decay=conversion.decay,
         shared=", shared within each key/value group" if conversion.decay_shared else "",
         norm=conversion.norm,
-        window=f"{conversion.window} tokens" if conversion.window else "none",
+        window=_window(conversion),
         dtype=plan.dtype,
         seed=seed,
         context="\n".join(rows),
         licence=licence,
     )
+
+
+def _window(conversion: Conversion) -> str:
+    """The tokens that stay exact, in words."""
+    if not conversion.window:
+        return "none"
+    sinks = f", and the first {conversion.num_sink_tokens}" if conversion.num_sink_tokens else ""
+    return f"the last {conversion.window} tokens{sinks}"
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

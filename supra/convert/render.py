@@ -78,6 +78,7 @@ def _summary(plan: Plan) -> Table:
     kept = len(layers) - layers.count("linear_attention")
     percent = 100 * plan.parameters_added / max(plan.parameters_kept, 1)
     window = f"softmax window of {conversion.window} tokens" if conversion.window else "no softmax window"
+    window += f" and the first {conversion.num_sink_tokens}" if conversion.num_sink_tokens else ""
     shared = ", shared in each key/value group" if conversion.decay_shared else ""
     rows = {
         "teacher": f"{plan.source.location} ({plan.source.kind}, {model_type}, {plan.dtype})",

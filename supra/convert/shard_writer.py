@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 HASH_NAME = "xxh3_128"
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 512 << 10  # stays in the processor's own cache between reading, hashing and writing
 OnBytes = Callable[[int], None]
 
 

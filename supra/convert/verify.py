@@ -117,14 +117,10 @@ def _broken_tensor_hint(places: dict[str, tuple[Path, TensorInfo]]) -> str:
 
     from supra.convert.streamed import TensorReader
 
-    reader = TensorReader(places, torch.float32)
-    for name in places:
-        try:
-            for _ in reader.blocks(name):
-                pass
-        except SupraError as error:
-            return f"{error.thing} holds NaN or infinity: download the teacher again"
-    return "All weights are finite: the model overflows in this dtype"
+    name = TensorReader(places, torch.float32).first_broken()
+    if name is None:
+        return "All weights are finite: the model overflows in this dtype"
+    return f"The teacher's tensor {name} holds NaN or infinity: download it again"
 
 
 def check_equal_to_teacher(logits: Tensor, teacher: Path, ids: Tensor, plan: Plan) -> None:

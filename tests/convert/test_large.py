@@ -72,12 +72,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def convert(source: Path, out: Path, feature_map: str, verify: bool) -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, "-c", RUN, str(source), str(out), feature_map, str(verify)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-c", RUN, str(source), str(out), feature_map, str(verify)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from supra.config import Conversion
 from supra.convert import execute, make_plan
+from supra.convert.card import model_card
 from supra.convert.headers import read_header
 from supra.convert.shard_writer import file_bytes, header_bytes
 from supra.errors import UserError
@@ -44,16 +45,20 @@ def golden_teacher(make_teacher: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_printed_plan_and_json(golden_teacher: str) -> None:
-    plan = make_plan(
-        golden_teacher, Conversion(feature_map="hedgehog", window=16, decay="learned", keep_softmax=(1,))
-    )
+    plan = make_plan(golden_teacher, Conversion(decay="learned", norm_affine=True, keep_softmax=(1,)))
     assert printed(plan) == (GOLDEN / "plan.txt").read_text()
     found, expected = json.loads(plan.to_json()), json.loads((GOLDEN / "plan.json").read_text())
     # The tokenizer's size is the library's affair; the weights' is not.
     weights = sum(shard.num_bytes for shard in plan.source.shards) + file_bytes(plan.new)
     assert found.pop("disk_bytes") == weights + plan.source.small_bytes() + (1 << 20)
-    expected.pop("disk_bytes")
+    assert found.pop("conversion") == plan.conversion.model_dump(mode="json")
     assert found == expected
+
+
+def test_window_and_sinks_are_stated(llama: Path, tmp_path: Path) -> None:
+    plan = make_plan(str(llama), Conversion(feature_map="hedgehog", window=16, num_sink_tokens=2))
+    assert "softmax window of 16 tokens and the first 2" in printed(plan)
+    assert "the last 16 tokens, and the first 2" in model_card(plan, 0, tmp_path)
 
 
 def test_printed_plan_with_refused_tensors(
