@@ -78,12 +78,14 @@ class StageLoss:
 
         def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
             with self.accelerator.autocast():
-                target = F.log_softmax(teacher.lm_head(target_hidden[rows]).float() / temperature, dim=-1)
-            log_probabilities = F.log_softmax(logits.float() / temperature, dim=-1)
-            divergence = F.kl_div(log_probabilities, target, log_target=True, reduction="sum")
+                target_logits = teacher.lm_head(target_hidden[rows])
+            target, ours = _log_softmax(target_logits, temperature), _log_softmax(logits, temperature)
+            # In place from here on: on a CPU each pass over [C, V] costs as much as the projection.
+            probability = target.exp()
+            divergence = torch.dot(probability.flatten(), target.sub_(ours).flatten())
             # d KL / d logits = (softmax(student) − softmax(teacher)) / τ
-            gradient = log_probabilities.exp_().sub_(target.exp_())
-            return divergence * temperature**2 / num_targets, gradient.mul_(temperature / num_targets)
+            gradient = ours.exp_().sub_(probability).mul_(temperature / num_targets)
+            return divergence * temperature**2 / num_targets, gradient
 
         return self._through_the_head(batch, chunk_loss)
 
@@ -174,6 +176,11 @@ class _AttentionProbe:
                 # Accelerate divides by the number of micro-batches; `weight` holds the step's mean already.
                 self.owner.accelerator.backward(loss * self.owner.accelerator.gradient_accumulation_steps)
         self.total += loss.detach()
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    logits = logits.float() if temperature == 1.0 else logits.float() / temperature
+    return F.log_softmax(logits, dim=-1)
 
 
 def _inputs(batch: Batch) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Which device and which arithmetic a run uses, said aloud."""
 
+import ctypes
 import os
+import platform
 from typing import NamedTuple
 
 import torch
@@ -48,6 +50,18 @@ def resolve_precision(dtype: str, device: torch.device) -> Precision:
     return Precision(torch.bfloat16, "auto: AMX") if has_amx else Precision(torch.float32, "auto: no AMX")
 
 
+def keep_freed_memory() -> None:
+    """Tell glibc to keep large freed blocks instead of giving them back to the system.
+
+    Each large temporary is otherwise mapped and zeroed anew: a third of a training step on a CPU (measured). The
+    settings are glibc's M_MMAP_THRESHOLD (-3) and M_TRIM_THRESHOLD (-1); other C libraries are left alone.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 1 << 30)
+        libc.mallopt(-1, (1 << 31) - 1)
+
+
 def make_accelerator(recipe: Recipe) -> tuple[Accelerator, Precision]:
     """Accelerate's view of this process: device, autocast, accumulation.
 
@@ -55,6 +69,8 @@ def make_accelerator(recipe: Recipe) -> tuple[Accelerator, Precision]:
         UserError: the device is not here, or several processes were launched.
     """
     device = resolve_device(recipe.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     precision = resolve_precision(recipe.dtype, device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
