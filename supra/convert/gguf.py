@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from supra.architectures import ARCHITECTURES, Architecture, find
-from supra.convert.gguf_tokenizer import write_tokenizer
+from supra.convert.gguf_tokenizer import check_tokenizer, write_tokenizer
 from supra.convert.headers import TensorInfo
 from supra.convert.shard_writer import CancelledError, OnBytes, ShardWriter, file_bytes, hash_file
 from supra.convert.source import Shard, Source
@@ -81,6 +81,7 @@ class GgufSource(Source):
                 name if name not in ARCHITECTURES else "mistral3", str(path)
             )  # raises with the nearest known names
         row = ARCHITECTURES[str(name)]
+        check_tokenizer(path, fields)
         self._refuse(row, fields, tensors)
         self.config = _config(row, fields, tensors, str(path))
         self._stored: dict[str, _Stored] = {}

@@ -26,12 +26,9 @@ _NFC = {"qwen2", "deepseek-r1-qwen"}
 def write_tokenizer(path: Path, fields: dict[str, Any], out: Path) -> None:
     """Write tokenizer, chat template and generation_config.json; UserError if the tokenizer is unknown."""
     from transformers import AutoTokenizer, GenerationConfig
-    from transformers.utils import logging
 
     kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre") or "default"
     if kind is not None:
-        check_tokenizer(path, fields)
-        logging.set_verbosity_error()  # it warns that the file "may" need a slow tokenizer
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
         tokenizer.save_pretrained(str(out))
         mend_tokenizer(

@@ -91,8 +91,13 @@ def _reloaded_logits(folder: Path, ids: Tensor) -> Tensor:
 
     from supra.models import SupraForCausalLM
 
+    shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    loaded: Any = SupraForCausalLM.from_pretrained(folder, output_loading_info=True)
+    try:
+        loaded: Any = SupraForCausalLM.from_pretrained(folder, output_loading_info=True)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     model, report = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(kind):

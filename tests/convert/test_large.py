@@ -81,9 +81,8 @@ def convert(source: Path, out: Path, feature_map: str, verify: bool) -> dict[str
 @pytest.mark.parametrize("feature_map", ["relu_dense", "hedgehog"])
 def test_peak_memory_stays_under_one_gigabyte(feature_map: str, checkpoint: Path, tmp_path: Path) -> None:
     facts = convert(checkpoint, tmp_path / "out", feature_map, True)
-    print(
-        f"\npeak {facts['peak_bytes'] / 1e6:.0f} MB of {facts['num_bytes'] / 1e6:.0f} MB written, {feature_map}"
-    )
+    peak, written = facts["peak_bytes"] / 1e6, facts["num_bytes"] / 1e6
+    print(f"\npeak {peak:.0f} MB while {written:.0f} MB were written, {feature_map}")
     shutil.rmtree(tmp_path / "out")
     assert facts["num_bytes"] > 2 << 30
     assert facts["peak_bytes"] < 1e9
@@ -100,8 +99,7 @@ def test_time_is_that_of_copying(checkpoint: Path, tmp_path: Path) -> None:
         seconds["convert"].append(facts["write_seconds"])
         seconds["verify"].append(facts["verify_seconds"])
         shutil.rmtree(tmp_path / "out")
-    print(
-        "\n" + ", ".join(f"{name} {statistics.median(times):.2f} s" for name, times in seconds.items()),
-        seconds,
-    )
-    assert statistics.median(seconds["convert"]) <= 1.5 * statistics.median(seconds["cp -r"])
+    for name, times in seconds.items():
+        print(f"\n{name}: best {min(times):.2f} s, median {statistics.median(times):.2f} s", end="")
+    # The least disturbed of the alternating runs: both times are then the machine's, not its neighbours'.
+    assert min(seconds["convert"]) <= 1.5 * min(seconds["cp -r"])
