@@ -68,9 +68,23 @@ def mend_tokenizer(file: Path, kind: str, pre: str, space_prefix: bool | None) -
         if pre in _NFC:
             tokenizer["normalizer"] = {"type": "NFC"}
         tokenizer["model"]["ignore_merges"] = pre in _IGNORE_MERGES
-    elif space_prefix is False and (tokenizer["pre_tokenizer"] or {}).get("type") == "Metaspace":
-        tokenizer["pre_tokenizer"]["prepend_scheme"] = "never"
+    else:
+        tokenizer |= sentencepiece_spaces(space_prefix is not False)
     file.write_text(json.dumps(tokenizer, ensure_ascii=False, indent=2), encoding="utf-8")
+
+
+def sentencepiece_spaces(prefix: bool) -> dict[str, Any]:
+    """Spaces as sentencepiece and llama.cpp treat them: one is put before the text, even before another space."""
+    prepend = [{"type": "Prepend", "prepend": "▁"}] if prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    restore = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    decoders = [restore, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*prepend, replace]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+    }
 
 
 def mend_settings(file: Path) -> None:

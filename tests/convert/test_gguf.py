@@ -17,6 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from supra.config import Conversion
 from supra.convert import execute, make_plan
 from supra.convert.gguf import GLOBAL_NAMES, LAYER_NAMES, unpermute
+from supra.convert.gguf_tokenizer import write_tokenizer
 from supra.errors import UserError
 
 BYTES = list(bytes_to_unicode().values())
@@ -158,6 +159,30 @@ def test_tokenizer(pre: str, text: str, expected: list[str], make_teacher: Any, 
     assert tokenizer.chat_template == "{{ messages[0].content }}"
     settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert (settings["bos_token_id"], settings["eos_token_id"]) == (1, 0)
+
+
+@pytest.mark.parametrize(("prefix", "expected"), [(True, ["▁", "▁", "▁a"]), (False, ["▁", "▁a"])])
+def test_sentencepiece_tokenizer(prefix: bool, expected: list[str], tmp_path: Path) -> None:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([0.0] * 259 + [-2.0, -3.0, -1.0])
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 3)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_space_prefix(prefix)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    fields = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.add_space_prefix": prefix}
+    write_tokenizer(tmp_path / "model.gguf", fields, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.tokenize("  a") == expected
+    assert tokenizer("a").input_ids[0] == 1
+    assert tokenizer.decode(tokenizer("  a é\n").input_ids, skip_special_tokens=True) == "  a é\n"
 
 
 def test_llama3_scaling_is_recovered_from_its_factors(make_teacher: Any, tmp_path: Path) -> None:
