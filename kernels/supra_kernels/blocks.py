@@ -16,9 +16,9 @@ def cut(start: int, end: int, size: int, most: int) -> Iterator[tuple[int, int, 
     `most` full pieces of `size` tokens, then what remains as one piece."""
     full, rest = divmod(end - start, size)
     blocks = -(-full // max(1, most))
-    for i in range(blocks):
-        first, last = full * i // blocks, full * (i + 1) // blocks
-        yield start + first * size, last - first, size
+    even = -(-full // max(1, blocks))
+    for first in range(0, full, max(1, even)):
+        yield start + first * size, min(even, full - first), size
     if rest:
         yield end - rest, 1, rest
 

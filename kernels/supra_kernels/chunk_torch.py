@@ -12,6 +12,7 @@ Shape legend (the derivation is in kernels/README.md):
     consecutive in memory
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +21,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from supra_kernels.blocks import Buffers, block_view, cut, load
+from supra_kernels.blocks import Buffers, block_view, cut
 from supra_kernels.decay import Decay, DecayGradient, Place, decays
 
-BLOCK_BYTES = (
-    1 << 20
-)  # of the queries of one block: a handful of buffers of that size fit the L2 caches of two cores
+# Measured on heads of 64 and 128 (kernels/README.md): short chunks waste less on the masked half of the scores, and blocks
+# whose queries and states take this much keep their dozen scratch tensors in the L2 cache.
+CHUNK_SIZE = 32
+BLOCK_BYTES = 3 << 18
 
 
 @dataclass(frozen=True)
@@ -41,141 +43,158 @@ class Sizes:
     scale: float
     dtype: torch.dtype
     documents: list[list[Place]]
+    decayed: bool
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.B, self.G, self.m, self.K, self.V
 
 
 class Block:
-    """A block's q, k, v as matrices per group, and the state before and after each of its chunks.
+    """Scratch tensors for blocks of M chunks of C tokens, every view of them that the products need, and the
+    computation itself. Views are made once because making them costs as much as a small product.
 
-    q `[M·B·G, n·C, K]`, k `[M·B·G, C, K]`, v `[M·B·G, C, V]`, k_end (k decayed to the chunk's end) `[M·B·G,
-    C, m·K]`, states `[M + 1, B, G, m, K, V]`: states[i] is the one before chunk i, states[M] the one the
-    block leaves behind.
+    Matrices are per group: q, o and their gradients `[M·B·G, n·C, ·]`, k, v `[M·B·G, C, ·]`, scores `[M·B·G, n·C, C]`;
+    `…_rows` fold them by state instead, `[M·B·G·m, n/m·C, ·]`. States are `[M + 1, B, G, m, K, V]`: states[i] is the one
+    before chunk i, states[M] the one the block leaves behind.
     """
 
-    def __init__(
-        self, s: Sizes, buffers: Buffers, decay: Decay | None, place: Place, q: Tensor, k: Tensor, v:
-        Tensor, state: Tensor
-    ) -> None:  # fmt: skip
-        start, M, C = place
-        self.M, self.C, self.decay = M, C, decay
-        self.q = load(buffers("q", M, s.B, s.G, s.n, C, s.K), block_view(q, start, M, C, s.G), s.scale)
-        self.k = load(buffers("k", M, s.B, s.G, 1, C, s.K), block_view(k, start, M, C, s.G))
-        self.v = load(buffers("v", M, s.B, s.G, 1, C, s.V), block_view(v, start, M, C, s.G))
-        self.k_end = self.k
-        if decay is not None:
-            self.k_end = buffers("k_end", len(self.k), C, s.m * s.K)
-            torch.mul(
-                self.k.view(M, s.B, s.G, 1, C, s.K), decay.to_end,
-                out=self.k_end.view(M, s.B, s.G, C, s.m, s.K).transpose(3, 4),
-            )  # fmt: skip
-        self.states = buffers("states", M + 1, s.B, s.G, s.m, s.K, s.V)
-        self.states[0] = state
-        # Each chunk's own contribution first, all at once; then what it inherits, one after the other.
-        torch.bmm(self.k_end.transpose(1, 2), self.v, out=self.states[1:].view(len(self.k), s.m * s.K, s.V))
-        inherit(self.states.unbind(), decay)
+    def __init__(self, s: Sizes, buffers: Buffers, M: int, C: int) -> None:
+        self.s, self.buffers, self.C = s, buffers, C
+        self.batch, self.by_state = M * s.B * s.G, (M, s.B, s.G, s.m)
+        self.decay: Decay | None = None
+        self.q_view, self.q, self.q_rows = self.rows("q", s.K)
+        self.k_view, self.k, self.k_T = self.keys("k", s.K)
+        self.v_view, self.v, self.v_T = self.keys("v", s.V)
+        self.o_view, self.o, self.o_rows = self.rows("o", s.V)
+        k_end = buffers("k_end", self.batch, C, s.m * s.K) if s.decayed else self.k
+        self.k_end, self.k_end_T = k_end, k_end.transpose(1, 2)
+        self.k_end_heads = k_end.view(M, s.B, s.G, C, s.m, s.K).transpose(3, 4)
+        self.scores = buffers("scores", self.batch, s.n * C, C)
+        self.added, self.states = (buffers(name, M + 1, *s.state_shape) for name in ("added", "states"))
+        self.added_after = self.added[1:].view(self.batch, s.m * s.K, s.V)
+        self.before = self.states[:-1].flatten(0, 3)
+        self.no_decay = torch.ones(1, M + 1, M + 1, dtype=s.dtype, device=buffers.device).tril_()
 
-    def before(self) -> Tensor:
-        """The state before each chunk, `[M·B·G·m, K, V]`."""
-        return self.states[:-1].flatten(0, 3)
+    def rows(self, name: str, D: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A tensor of queries: as a block of the input, as matrices by group, and as matrices by state."""
+        view = self.buffers(name, *self.by_state[:3], self.s.n, self.C, D)
+        return view, view.view(self.batch, -1, D), view.view(self.batch * self.s.m, -1, D)
 
-    def by_state(self, x: Tensor) -> Tensor:
-        """Rows folded by group, `[M·B·G, n·C, D]`, as rows that share a state, `[M·B·G·m, n/m·C, D]`."""
-        return x.view(self.states[:-1].shape[:4].numel(), -1, x.shape[-1])
+    def keys(self, name: str, D: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A tensor of keys or values: as a block of the input, as matrices, and transposed."""
+        view = self.buffers(name, *self.by_state[:3], 1, self.C, D)
+        flat = view.view(self.batch, self.C, D)
+        return view, flat, flat.transpose(1, 2)
 
-    def from_start(self, x: Tensor, out: Tensor) -> Tensor:
-        """exp(b_i) x_i, as rows that share a state; without a decay x itself."""
-        if self.decay is not None:
-            shape = (*self.states[:-1].shape[:4], -1, self.C, x.shape[-1])
-            x = torch.mul(x.view(shape), self.decay.from_start, out=out.view(shape))
-        return self.by_state(x)
+    def heads(self, x: Tensor) -> Tensor:
+        """Rows folded by group as `[M, B, G, m, n/m, C, ·]`, against which decays broadcast."""
+        return x.view(*self.by_state, -1, self.C, x.shape[-1])
 
-    def mask(self, x: Tensor) -> Tensor:
-        """Causality and decay on scores `[M·B·G, n·C, C]`, in place."""
+    def mask(self, scores: Tensor) -> None:
+        """Causality and decay, in place."""
         if self.decay is None:
-            x.view(-1, self.C, self.C).tril_()
+            scores.view(-1, self.C, self.C).tril_()
         else:
-            x.view(*self.states[:-1].shape[:4], -1, self.C, self.C).mul_(self.decay.between)
-        return x
+            self.heads(scores).mul_(self.decay.between)
+
+    def load(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, decay: Decay | None, place: Place) -> None:
+        """Fill q, k, v, k decayed to the chunk's end, and the states."""
+        s, self.decay = self.s, decay
+        self.q_view.copy_(block_view(q, *place, s.G))
+        self.k_view.copy_(block_view(k, *place, s.G))
+        self.v_view.copy_(block_view(v, *place, s.G))
+        self.carry = self.no_decay
+        if s.scale != 1.0:
+            self.q.mul_(s.scale)
+        if decay is not None:
+            torch.mul(self.k_view, decay.to_end, out=self.k_end_heads)
+            self.carry = decay.carry.expand(s.B, -1, -1, -1, -1).reshape(-1, *self.no_decay.shape[1:])
+        # What each chunk adds by itself, all at once; then what it inherits from those before it.
+        self.added[0] = state
+        torch.bmm(self.k_end_T, self.v, out=self.added_after)
+        carry(self.carry, self.added, self.states)
+
+    def forward(self) -> Tensor:
+        """`o` of the block, `[M, B, G, n, C, V]`."""
+        torch.bmm(self.q, self.k_T, out=self.scores)
+        self.mask(self.scores)
+        torch.bmm(self.scores, self.v, out=self.o)
+        if self.decay is not None:
+            self.heads(self.q).mul_(self.decay.from_start)
+        self.o_rows.baddbmm_(self.q_rows, self.before)
+        return self.o_view
 
 
-def inherit(states: tuple[Tensor, ...], decay: Decay | None) -> None:
-    """states[i + 1] += exp(b_C of chunk i) states[i], in order."""
-    if decay is None:
-        for before, after in itertools.pairwise(states):
-            after.add_(before)
-    else:
-        for whole, before, after in zip(decay.chunks(len(states) - 1), states[:-1], states[1:], strict=True):
-            after.addcmul_(whole, before)
+class BlockBackward(Block):
+    """A block with the scratch tensors of its gradients; do takes the place of o."""
+
+    def __init__(self, s: Sizes, buffers: Buffers, M: int, C: int) -> None:
+        super().__init__(s, buffers, M, C)
+        self.do_view, self.do, self.do_rows = self.o_view, self.o, self.o_rows
+        self.q_rows_T, self.scores_T = self.q_rows.transpose(1, 2), self.scores.transpose(1, 2)
+        self.before_T = self.before.transpose(1, 2)
+        self.d_scores = buffers("d_scores", *self.scores.shape)
+        self.d_scores_T = self.d_scores.transpose(1, 2)
+        self.dq_view, self.dq, self.dq_rows = self.rows("dq", s.K)
+        self.dk_view, self.dk, _ = self.keys("dk", s.K)
+        self.dv_view, self.dv, _ = self.keys("dv", s.V)
+        # What reads a state gives its gradient; the chunks' own additions are not needed again.
+        self.read, self.d_states = self.added, buffers("d_states", *self.states.shape)
+        self.read_before = self.read[:-1].flatten(0, 3)
+        self.d_after = self.d_states[1:].view(self.added_after.shape)
+        self.d_after_T = self.d_after.transpose(1, 2)
+        self.v_end = buffers("v_end", *self.by_state, C, s.V)
+        self.by_head = [
+            (self.v_end[:, :, :, i].flatten(0, 2), self.d_states[1:, :, :, i].flatten(0, 2).transpose(1, 2))
+            for i in range(s.m)
+        ]
+
+    def backward(self, place: Place, d_state: Tensor, d_decay: DecayGradient | None) -> Tensor:
+        """Fill dq, dk, dv from do and the gradient of the state after the block; return that of the state before."""
+        s, decay = self.s, self.decay
+        torch.bmm(self.do, self.v_T, out=self.d_scores)
+        torch.bmm(self.q, self.k_T, out=self.scores)
+        self.mask(self.scores)
+        torch.bmm(self.scores_T, self.do, out=self.dv)
+        between = self.scores.mul_(self.d_scores) if d_decay is not None else None
+        self.mask(self.d_scores)
+
+        # From here on do is only needed as what reads the state before the chunk.
+        if decay is not None:
+            self.heads(self.do).mul_(decay.from_start)
+        self.read[-1] = d_state
+        torch.bmm(self.q_rows_T, self.do_rows, out=self.read_before)
+        carry(self.carry.transpose(1, 2), self.read, self.d_states)
+        self.dv.baddbmm_(self.k_end, self.d_after)
+
+        torch.bmm(self.do_rows, self.before_T, out=self.dq_rows)
+        from_start = self.heads(self.q * self.dq).sum((4, 6)) if d_decay is not None else None
+        self.dq.baddbmm_(self.d_scores, self.k)
+
+        torch.bmm(self.d_scores_T, self.q, out=self.dk)
+        if decay is None:
+            self.dk.baddbmm_(self.v, self.d_after_T)
+        else:
+            torch.mul(self.v_view, decay.to_end, out=self.v_end)
+            for v_end, d_after_T in self.by_head:
+                self.dk.baddbmm_(v_end, d_after_T)
+        if decay is not None and d_decay is not None and between is not None and from_start is not None:
+            dk_end = (
+                torch.bmm(self.v, self.d_after_T).view(*self.by_state[:3], self.C, s.m, s.K).transpose(3, 4)
+            )
+            to_end = (dk_end * self.k_view).sum(-1) * decay.to_end.squeeze(-1)
+            whole = (self.states[:-1] * self.d_states[1:]).sum((-1, -2)) * decay.whole
+            d_decay.add(place, self.heads(between).sum(4), from_start, to_end, whole)
+        if s.scale != 1.0:
+            self.dq.mul_(s.scale)
+        return self.d_states[0]
 
 
-def bequeath(d_states: tuple[Tensor, ...], decay: Decay | None) -> None:
-    """The adjoint of `inherit`: d_states[i] += exp(b_C of chunk i) d_states[i + 1], from the last to the
-    first."""
-    if decay is None:
-        for after, before in itertools.pairwise(reversed(d_states)):
-            before.add_(after)
-    else:
-        wholes = reversed(decay.chunks(len(d_states) - 1))
-        for whole, (after, before) in zip(wholes, itertools.pairwise(reversed(d_states)), strict=True):
-            before.addcmul_(whole, after)
-
-
-def block_forward(block: Block, buffers: Buffers) -> Tensor:
-    """`o` of a block, `[M·B·G, n·C, V]`."""
-    rows = block.q.shape[:2]
-    scores = torch.bmm(block.q, block.k.transpose(1, 2), out=buffers("scores", *rows, block.C))
-    o = torch.bmm(block.mask(scores), block.v, out=buffers("o", *rows, block.v.shape[-1]))
-    q_start = block.from_start(block.q, buffers("q_start", *block.q.shape))
-    block.by_state(o).baddbmm_(q_start, block.before())
-    return o
-
-
-def block_backward(
-    s: Sizes,
-    block: Block,
-    buffers: Buffers,
-    place: Place,
-    do: Tensor,
-    d_state: Tensor,
-    d_decay: DecayGradient | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients `(dq, dk, dv, state before the block)` from those of a block's output and of the state
-    after it."""
-    M, B, G, C = block.M, s.B, s.G, block.C
-    batch, decay = len(block.q), block.decay
-    do_start = block.from_start(do, buffers("do_start", *do.shape))
-
-    # d_states[i + 1] belongs to the state that chunk i leaves, d_states[0] to the one the block receives.
-    d_states = buffers("d_states", *block.states.shape)
-    d_states[-1] = d_state
-    torch.bmm(block.by_state(block.q).transpose(1, 2), do_start, out=d_states[:-1].flatten(0, 3))
-    bequeath(d_states.unbind(), decay)
-    d_after = d_states[1:].view(batch, s.m * s.K, s.V)
-
-    d_scores = torch.bmm(do, block.v.transpose(1, 2), out=buffers("d_scores", batch, s.n * C, C))
-    scores = torch.bmm(block.q, block.k.transpose(1, 2), out=buffers("scores", *d_scores.shape))
-    block.mask(scores)
-    dv = torch.bmm(scores.transpose(1, 2), do, out=buffers("dv", batch, C, s.V))
-    dv.baddbmm_(block.k_end, d_after)
-    between = scores.mul_(d_scores) if d_decay is not None else None
-    block.mask(d_scores)
-
-    dq = buffers("dq", *block.q.shape)
-    torch.bmm(do_start, block.before().transpose(1, 2), out=block.by_state(dq))
-    from_start = (block.q * dq).view(M, B, G, s.m, -1, C, s.K).sum((4, 6)) if d_decay is not None else None
-    dq.baddbmm_(d_scores, block.k)
-
-    dk = torch.bmm(d_scores.transpose(1, 2), block.q, out=buffers("dk", *block.k.shape))
-    if decay is None:
-        dk.baddbmm_(block.v, d_after.transpose(1, 2))
-    else:
-        dk_end = torch.bmm(block.v, d_after.transpose(1, 2), out=buffers("dk_end", batch, C, s.m * s.K))
-        by_head = dk_end.view(M, B, G, C, s.m, s.K).transpose(3, 4).mul_(decay.to_end)
-        dk += by_head.sum(3).view(dk.shape)
-        if d_decay is not None and between is not None and from_start is not None:
-            to_end = (by_head * block.k.view(M, B, G, 1, C, s.K)).sum(-1)
-            whole = (block.states[:-1] * d_states[1:]).sum((-1, -2)) * decay.whole[..., 0, 0]
-            d_decay.add(place, between.view(M, B, G, s.m, -1, C, C).sum(4), from_start, to_end, whole)
-    return dq.mul_(s.scale) if s.scale != 1.0 else dq, dk, dv, d_states[0]
+def carry(matrix: Tensor, x: Tensor, out: Tensor) -> None:
+    """out = `matrix` `[states, M + 1, M + 1]` (or `[1, …]`, one for all) over the first dim of x `[M + 1, …, K, V]`."""
+    shape = (len(x), len(matrix), -1)
+    torch.bmm(matrix, x.view(shape).transpose(0, 1), out=out.view(shape).transpose(0, 1))
 
 
 class ChunkedLinearAttention(torch.autograd.Function):
@@ -186,16 +205,16 @@ class ChunkedLinearAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial_state: Tensor, s: Sizes
     ) -> tuple[Tensor, Tensor]:
         buffers, decay_of = Buffers(q.device, s.dtype), decays(log_decay, s.G, s.dtype)
+        block_of = functools.cache(lambda M, C: Block(s, buffers, M, C))
         o = torch.empty(*q.shape[:3], s.V, dtype=v.dtype, device=q.device)
-        state_shape = (s.B, s.G, s.m, s.K, s.V)
         kept, finals = [], []
-        for blocks, initial in zip(s.documents, initial_state.split(s.B), strict=True):
-            state = initial.reshape(state_shape)
-            for place in blocks:
+        for places, initial in zip(s.documents, initial_state.split(s.B), strict=True):
+            state = initial.reshape(s.state_shape)
+            for place in places:
                 kept.append(state)
-                block = Block(s, buffers, decay_of(place), place, q, k, v, state)
-                target = block_view(o, *place, s.G)
-                target.copy_(block_forward(block, buffers).view(target.shape))
+                block = block_of(*place[1:])
+                block.load(q, k, v, state, decay_of(place), place)
+                block_view(o, *place, s.G).copy_(block.forward())
                 state = block.states[-1].clone()
             finals.append(state.view(initial.shape))
         ctx.save_for_backward(q, k, v, log_decay, *kept)
@@ -208,22 +227,22 @@ class ChunkedLinearAttention(torch.autograd.Function):
         q, k, v, log_decay, *kept = ctx.saved_tensors
         s: Sizes = ctx.sizes
         buffers, decay_of = Buffers(q.device, s.dtype), decays(log_decay, s.G, s.dtype)
+        block_of = functools.cache(lambda M, C: BlockBackward(s, buffers, M, C))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         d_decay = (
             DecayGradient(torch.zeros_like(log_decay, dtype=s.dtype)) if ctx.needs_input_grad[3] else None
         )
         d_initials = []
         with torch.autocast(q.device.type, enabled=False):
-            for blocks, d_last in zip(reversed(s.documents), reversed(d_final.split(s.B)), strict=True):
-                d_state = d_last.reshape(s.B, s.G, s.m, s.K, s.V)
-                for place in reversed(blocks):
-                    block = Block(s, buffers, decay_of(place), place, q, k, v, kept.pop())
-                    do_view = block_view(do, *place, s.G)
-                    do_block = load(buffers("do", *do_view.shape), do_view)
-                    *found, d_state = block_backward(s, block, buffers, place, do_block, d_state, d_decay)
-                    for whole, part in zip((dq, dk, dv), found, strict=True):
-                        target = block_view(whole, *place, s.G)
-                        target.copy_(part.view(target.shape))
+            for places, d_last in zip(reversed(s.documents), reversed(d_final.split(s.B)), strict=True):
+                d_state = d_last.reshape(s.state_shape)
+                for place in reversed(places):
+                    block = block_of(*place[1:])
+                    block.load(q, k, v, kept.pop(), decay_of(place), place)
+                    block.do_view.copy_(block_view(do, *place, s.G))
+                    d_state = block.backward(place, d_state, d_decay)
+                    for whole, part in ((dq, block.dq_view), (dk, block.dk_view), (dv, block.dv_view)):
+                        block_view(whole, *place, s.G).copy_(part)
                 d_initials.append(d_state.reshape(d_last.shape).clone())
         d_log_decay = d_decay.total.to(log_decay.dtype) if d_decay is not None else None
         return dq, dk, dv, d_log_decay, torch.cat(d_initials[::-1]), None
@@ -246,13 +265,11 @@ def linear_attention_torch(
     state_heads = G if log_decay is None or log_decay.shape[-1] == G else H
     dtype = torch.promote_types(torch.promote_types(q.dtype, torch.float32), v.dtype)
     bounds = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
-    token_bytes = B * H * max(K, V) * dtype.itemsize
-    size = chunk_size or 64
-    documents = [
-        list(cut(start, end, size, BLOCK_BYTES // (token_bytes * size)))
-        for start, end in itertools.pairwise(bounds)
-    ]
-    s = Sizes(B, G, H // G, state_heads // G, K, V, scale, dtype, documents)
+    size = chunk_size or CHUNK_SIZE
+    chunk_bytes = B * (H * size * max(K, V) + state_heads * K * V) * dtype.itemsize
+    most = max(1, BLOCK_BYTES // max(1, chunk_bytes))
+    documents = [list(cut(start, end, size, most)) for start, end in itertools.pairwise(bounds)]
+    s = Sizes(B, G, H // G, state_heads // G, K, V, scale, dtype, documents, log_decay is not None)
     if initial_state is None:
         initial_state = torch.zeros(B * len(documents), state_heads, K, V, dtype=dtype, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
