@@ -149,14 +149,14 @@ def _figure(title: str) -> tuple[Any, Any]:
 def _plot_loss(path: Path, metrics: list[dict[str, Any]]) -> None:
     figure, axes = _figure("Training loss by stage")
     stages = list(dict.fromkeys(row["stage"] for row in metrics))
-    for number, stage in enumerate(stages):
-        rows = [row for row in metrics if row["stage"] == stage]
-        axes.plot(
-            [row["tokens"] / 1e3 for row in rows],
-            [row["loss"] for row in rows],
-            label=stage,
-            color=f"C{number}",
-        )
+    tokens = 0
+    for stage in stages:
+        points = []
+        for row in metrics:
+            if row["stage"] == stage:
+                tokens += row["tokens"]
+                points.append((tokens / 1e3, row["loss"]))
+        axes.plot(*zip(*points, strict=True), label=stage)
     axes.set_xlabel("tokens trained (thousands)")
     axes.set_ylabel("loss")
     axes.set_yscale("log")

@@ -44,7 +44,7 @@ def test_doctor_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_report_page_and_plots(tmp_path: Path) -> None:
-    metrics = [{"stage": "transfer", "tokens": 1000 * i, "loss": 1 / i} for i in range(1, 9)]
+    metrics = [{"stage": "transfer", "tokens": 1000, "loss": 1 / i} for i in range(1, 9)]
     texts = {"prompt": "Once", "teacher": "upon a time", "student": "upon a\nhill"}
     page = write_report(tmp_path, RESULTS, metrics, texts).read_text()
     for part in (
