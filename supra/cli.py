@@ -101,6 +101,18 @@ def build_conversion(recipe: str | None, **options: Any) -> tuple[Any, str]:
     return config.conversion_from_options({**base.conversion.model_dump(exclude_none=True), **given})
 
 
+def plan_conversion(source: str, recipe: str | None, allow_pickle: bool, **options: Any) -> tuple[Any, str]:
+    """The plan for a source under the conversion asked for, and the conversion's YAML."""
+    from .convert import make_plan
+
+    if options["keep_softmax"] == "all":
+        conversion, _ = build_conversion(recipe, **{**options, "keep_softmax": None})
+        num_layers = make_plan(source, conversion, allow_pickle=allow_pickle).config.num_hidden_layers
+        options["keep_softmax"] = ",".join(str(layer) for layer in range(num_layers))
+    conversion, recipe_yaml = build_conversion(recipe, **options)
+    return make_plan(source, conversion, allow_pickle=allow_pickle), recipe_yaml
+
+
 @app.command()
 def inspect(
     source: Annotated[str, typer.Argument(help="A Hugging Face folder, a hub id or a .gguf file.")],
@@ -110,13 +122,10 @@ def inspect(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Show what a conversion would keep, add and drop, and what it would cost; writes nothing."""
-    from .convert import make_plan
-
-    conversion, _ = build_conversion(
-        recipe, feature_map=feature_map, rope=rope, decay=decay, decay_shared=decay_shared, norm=norm,
-        norm_affine=norm_affine, window=window, num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
+    plan, _ = plan_conversion(
+        source, recipe, allow_pickle, feature_map=feature_map, rope=rope, decay=decay, decay_shared=decay_shared,
+        norm=norm, norm_affine=norm_affine, window=window, num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
     )  # fmt: skip
-    plan = make_plan(source, conversion, allow_pickle=allow_pickle)
     print_plan(plan, as_json)
     say(f"next: supra convert {source} -o OUT")
 
@@ -143,13 +152,12 @@ def convert(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Convert a checkpoint: teacher tensors are copied byte for byte, new ones added beside them."""
-    from .convert import execute, make_plan
+    from .convert import execute
 
-    conversion, recipe_yaml = build_conversion(
-        recipe, feature_map=feature_map, rope=rope, decay=decay, decay_shared=decay_shared, norm=norm,
-        norm_affine=norm_affine, window=window, num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
+    plan, recipe_yaml = plan_conversion(
+        source, recipe, allow_pickle, feature_map=feature_map, rope=rope, decay=decay, decay_shared=decay_shared,
+        norm=norm, norm_affine=norm_affine, window=window, num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
     )  # fmt: skip
-    plan = make_plan(source, conversion, allow_pickle=allow_pickle)
     if dry_run:
         print_plan(plan, as_json)
         say(f"next: supra convert {source} -o {out}")
