@@ -24,10 +24,10 @@ from torch.autograd.function import once_differentiable
 from supra_kernels.blocks import Buffers, block_view, cut
 from supra_kernels.decay import Decay, DecayGradient, Place, decays
 
-# Measured on heads of 64 and 128 (kernels/README.md): short chunks waste less on the masked half of the scores, and blocks
-# whose queries and states take this much keep their dozen scratch tensors in the L2 cache.
+# Measured (kernels/README.md): short chunks waste less on the masked half of the scores, and blocks whose queries and
+# states take this much keep their scratch tensors in the L2 cache.
 CHUNK_SIZE = 32
-BLOCK_BYTES = 3 << 18
+BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Block:
     computation itself. Views are made once because making them costs as much as a small product.
 
     Matrices are per group: q, o and their gradients `[M·B·G, n·C, ·]`, k, v `[M·B·G, C, ·]`, scores `[M·B·G, n·C, C]`;
-    `…_rows` fold them by state instead, `[M·B·G·m, n/m·C, ·]`. States are `[M + 1, B, G, m, K, V]`: states[i] is the one
-    before chunk i, states[M] the one the block leaves behind.
+    `…_rows` fold them by state instead, `[M·B·G·m, n/m·C, ·]`. States are `[M + 1, B, G, m, K, V]`: states[i] is
+    the one before chunk i, states[M] the one the block leaves behind.
     """
 
     def __init__(self, s: Sizes, buffers: Buffers, M: int, C: int) -> None:
@@ -71,10 +71,7 @@ class Block:
         self.k_end, self.k_end_T = k_end, k_end.transpose(1, 2)
         self.k_end_heads = k_end.view(M, s.B, s.G, C, s.m, s.K).transpose(3, 4)
         self.scores = buffers("scores", self.batch, s.n * C, C)
-        self.added, self.states = (buffers(name, M + 1, *s.state_shape) for name in ("added", "states"))
-        self.added_after = self.added[1:].view(self.batch, s.m * s.K, s.V)
-        self.before = self.states[:-1].flatten(0, 3)
-        self.no_decay = torch.ones(1, M + 1, M + 1, dtype=s.dtype, device=buffers.device).tril_()
+        self.states, self.each_state, self.before, self.after = self.state("states", M)
 
     def rows(self, name: str, D: int) -> tuple[Tensor, Tensor, Tensor]:
         """A tensor of queries: as a block of the input, as matrices by group, and as matrices by state."""
@@ -86,6 +83,11 @@ class Block:
         view = self.buffers(name, *self.by_state[:3], 1, self.C, D)
         flat = view.view(self.batch, self.C, D)
         return view, flat, flat.transpose(1, 2)
+
+    def state(self, name: str, M: int) -> tuple[Tensor, tuple[Tensor, ...], Tensor, Tensor]:
+        """States: all of them, one by one, and as matrices those before a chunk by head and those after by group."""
+        s, states = self.s, self.buffers(name, M + 1, *self.s.state_shape)
+        return states, states.unbind(), states[:-1].flatten(0, 3), states[1:].view(self.batch, s.m * s.K, s.V)
 
     def heads(self, x: Tensor) -> Tensor:
         """Rows folded by group as `[M, B, G, m, n/m, C, ·]`, against which decays broadcast."""
@@ -104,16 +106,22 @@ class Block:
         self.q_view.copy_(block_view(q, *place, s.G))
         self.k_view.copy_(block_view(k, *place, s.G))
         self.v_view.copy_(block_view(v, *place, s.G))
-        self.carry = self.no_decay
         if s.scale != 1.0:
             self.q.mul_(s.scale)
         if decay is not None:
             torch.mul(self.k_view, decay.to_end, out=self.k_end_heads)
-            self.carry = decay.carry.expand(s.B, -1, -1, -1, -1).reshape(-1, *self.no_decay.shape[1:])
         # What each chunk adds by itself, all at once; then what it inherits from those before it.
-        self.added[0] = state
-        torch.bmm(self.k_end_T, self.v, out=self.added_after)
-        carry(self.carry, self.added, self.states)
+        self.each_state[0].copy_(state)
+        torch.bmm(self.k_end_T, self.v, out=self.after)
+        for i in range(len(self.each_state) - 1):
+            self.inherit(self.each_state[i + 1], self.each_state[i], i)
+
+    def inherit(self, heir: Tensor, state: Tensor, chunk: int) -> None:
+        """heir += the decay over the whole chunk times the state on its other side."""
+        if self.decay is None:
+            heir.add_(state)
+        else:
+            heir.addcmul_(self.decay.chunk(chunk), state)
 
     def forward(self) -> Tensor:
         """`o` of the block, `[M, B, G, n, C, V]`."""
@@ -139,10 +147,7 @@ class BlockBackward(Block):
         self.dq_view, self.dq, self.dq_rows = self.rows("dq", s.K)
         self.dk_view, self.dk, _ = self.keys("dk", s.K)
         self.dv_view, self.dv, _ = self.keys("dv", s.V)
-        # What reads a state gives its gradient; the chunks' own additions are not needed again.
-        self.read, self.d_states = self.added, buffers("d_states", *self.states.shape)
-        self.read_before = self.read[:-1].flatten(0, 3)
-        self.d_after = self.d_states[1:].view(self.added_after.shape)
+        self.d_states, self.each_d_state, self.d_before, self.d_after = self.state("d_states", M)
         self.d_after_T = self.d_after.transpose(1, 2)
         self.v_end = buffers("v_end", *self.by_state, C, s.V)
         self.by_head = [
@@ -163,9 +168,10 @@ class BlockBackward(Block):
         # From here on do is only needed as what reads the state before the chunk.
         if decay is not None:
             self.heads(self.do).mul_(decay.from_start)
-        self.read[-1] = d_state
-        torch.bmm(self.q_rows_T, self.do_rows, out=self.read_before)
-        carry(self.carry.transpose(1, 2), self.read, self.d_states)
+        self.each_d_state[-1].copy_(d_state)
+        torch.bmm(self.q_rows_T, self.do_rows, out=self.d_before)
+        for i in reversed(range(len(self.each_d_state) - 1)):
+            self.inherit(self.each_d_state[i], self.each_d_state[i + 1], i)
         self.dv.baddbmm_(self.k_end, self.d_after)
 
         torch.bmm(self.do_rows, self.before_T, out=self.dq_rows)
@@ -184,17 +190,11 @@ class BlockBackward(Block):
                 torch.bmm(self.v, self.d_after_T).view(*self.by_state[:3], self.C, s.m, s.K).transpose(3, 4)
             )
             to_end = (dk_end * self.k_view).sum(-1) * decay.to_end.squeeze(-1)
-            whole = (self.states[:-1] * self.d_states[1:]).sum((-1, -2)) * decay.whole
+            whole = (self.states[:-1] * self.d_states[1:]).sum((-1, -2)) * decay.whole[..., 0, 0]
             d_decay.add(place, self.heads(between).sum(4), from_start, to_end, whole)
         if s.scale != 1.0:
             self.dq.mul_(s.scale)
-        return self.d_states[0]
-
-
-def carry(matrix: Tensor, x: Tensor, out: Tensor) -> None:
-    """out = `matrix` `[states, M + 1, M + 1]` (or `[1, …]`, one for all) over the first dim of x `[M + 1, …, K, V]`."""
-    shape = (len(x), len(matrix), -1)
-    torch.bmm(matrix, x.view(shape).transpose(0, 1), out=out.view(shape).transpose(0, 1))
+        return self.each_d_state[0]
 
 
 class ChunkedLinearAttention(torch.autograd.Function):
@@ -215,7 +215,7 @@ class ChunkedLinearAttention(torch.autograd.Function):
                 block = block_of(*place[1:])
                 block.load(q, k, v, state, decay_of(place), place)
                 block_view(o, *place, s.G).copy_(block.forward())
-                state = block.states[-1].clone()
+                state = block.each_state[-1].clone()
             finals.append(state.view(initial.shape))
         ctx.save_for_backward(q, k, v, log_decay, *kept)
         ctx.sizes = s

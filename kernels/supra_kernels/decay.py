@@ -16,36 +16,33 @@ Place = tuple[int, int, int]  # first token, chunks M, tokens per chunk C
 
 @dataclass(frozen=True)
 class Decay:
-    """exp(b_i − b_j) `[M, B, G, m, 1, C, C]` (0 for j > i), exp(b_i) `[M, B, G, m, 1, C, 1]`, exp(b_C −
-    b_j) `[M, B, G, m, C, 1]` the whole chunk's exp(b_C) `[M, B, G, m]`, and `carry` `[B, G, m, M + 1, M + 1]`, in which i, j is the
-    decay from the state before chunk j to that before chunk i (0 for j > i)."""
+    """exp(b_i − b_j) `[M, B, G, m, 1, C, C]` (0 for j > i), exp(b_i) `[M, B, G, m, 1, C, 1]`, exp(b_C − b_j)
+    `[M, B, G, m, C, 1]` and the whole chunk's exp(b_C) `[M, B, G, m, 1, 1]`."""
 
     between: Tensor
     from_start: Tensor
     to_end: Tensor
     whole: Tensor
-    carry: Tensor
 
     @staticmethod
-    def of(b: Tensor, M: int, dtype: torch.dtype) -> "Decay":
-        """From `b` `[M | 1, B, G, m, C]` in fp64: what is wanted are small differences of long sums."""
-        end = b[..., -1]
-        ends = torch.cat([torch.zeros_like(end[:1]), end.expand(M, -1, -1, -1).cumsum(0)]).movedim(0, -1)
+    def of(b: Tensor, dtype: torch.dtype) -> "Decay":
+        """From `b` `[M, B, G, m, C]` in fp64: what is wanted are small differences of long sums.
+
+        The difference comes first and j > i never reaches exp, so that nothing can overflow.
+        """
+        difference = (b.unsqueeze(-1) - b.unsqueeze(-2)).to(dtype)
+        future = torch.ones(difference.shape[-2:], dtype=torch.bool, device=b.device).triu(1)
+        end = b[..., -1:]
         return Decay(
-            between=_decay_between(b, dtype).unsqueeze(4),
+            between=difference.masked_fill_(future, float("-inf")).exp_().unsqueeze(4),
             from_start=b.to(dtype).exp()[..., None, :, None],
-            to_end=(end.unsqueeze(-1) - b).to(dtype).exp_().unsqueeze(-1),
-            whole=end.to(dtype).exp(),
-            carry=_decay_between(ends, dtype),
+            to_end=(end - b).to(dtype).exp_().unsqueeze(-1),
+            whole=end.to(dtype).exp().unsqueeze(-1),
         )
 
-
-def _decay_between(b: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(b_i − b_j) where j ≤ i, else 0. The difference comes first and the future never reaches exp, so that
-    nothing can overflow."""
-    difference = (b.unsqueeze(-1) - b.unsqueeze(-2)).to(dtype)
-    future = torch.ones(difference.shape[-2:], dtype=torch.bool, device=b.device).triu(1)
-    return difference.masked_fill_(future, float("-inf")).exp_()
+    def chunk(self, i: int) -> Tensor:
+        """exp(b_C) of chunk i, `[B, G, m, 1, 1]`."""
+        return self.whole[i if len(self.whole) > 1 else 0]
 
 
 def accumulate(log_decay: Tensor, place: Place, G: int) -> Tensor:
@@ -60,18 +57,17 @@ def accumulate(log_decay: Tensor, place: Place, G: int) -> Tensor:
 
 
 def decays(log_decay: Tensor | None, G: int, dtype: torch.dtype) -> Callable[[Place], Decay | None]:
-    """A function from a block's place to its decay; a fixed decay is computed once per shape of block."""
-    known: dict[tuple[int, int], Decay] = {}
+    """A function from a block's place to its decay; a fixed decay is computed once per chunk length."""
+    known: dict[int, Decay] = {}
 
     def of(place: Place) -> Decay | None:
         if log_decay is None:
             return None
-        _, M, C = place
         if log_decay.dim() > 1:
-            return Decay.of(accumulate(log_decay, place, G), M, dtype)
-        if (M, C) not in known:
-            known[M, C] = Decay.of(accumulate(log_decay, place, G), M, dtype)
-        return known[M, C]
+            return Decay.of(accumulate(log_decay, place, G), dtype)
+        if place[2] not in known:
+            known[place[2]] = Decay.of(accumulate(log_decay, place, G), dtype)
+        return known[place[2]]
 
     return of
 

@@ -42,7 +42,7 @@ def _per_document(
 ) -> Output:
     """Run `form` on each document apart, with every head spread out and the decay given per token and head.
 
-    `form(q, k, v, b, state)` sees `q, k, v` `[N, T, H, ·]`, `log_decay` `[N, T, H]` and the state `[N, H,
+    `form(q, k, v, log_decay, state)` sees `q, k, v` `[N, T, H, ·]`, `log_decay` `[N, T, H]` and the state `[N, H,
     K, V]`.
     """
     (B, T, H, K), (G, V) = q.shape, v.shape[-2:]
@@ -59,13 +59,13 @@ def _per_document(
     states = _spread(initial_state.to(dtype), H, 1).split(B)
     outputs, finals = [], []
     for (start, end), state in zip(documents, states, strict=True):
-        o, final = form(*(x[:, start:end] for x in (q_, k_, v_, decay)), state)
+        own = slice(start, end)
+        o, final = form(q_[:, own], k_[:, own], v_[:, own], decay[:, own], state)
         outputs.append(o)
         finals.append(final)
     o = torch.cat(outputs, dim=1).to(v.dtype)
     # Heads which share a decay share their state: any of them is the group's.
-    final = torch.cat(finals)[:, :: H // state_heads] if output_final_state else None
-    return o, final
+    return o, torch.cat(finals)[:, :: H // state_heads] if output_final_state else None
 
 
 def _scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
@@ -123,7 +123,8 @@ def linear_attention_chunked(
     def chunked(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = [v[:, :0]]
         for start in range(0, q.shape[1], size):
-            o, state = _parallel(*(x[:, start : start + size] for x in (q, k, v, log_decay)), state)
+            own = slice(start, start + size)
+            o, state = _parallel(q[:, own], k[:, own], v[:, own], log_decay[:, own], state)
             outputs.append(o)
         return torch.cat(outputs, dim=1), state
 
