@@ -206,6 +206,7 @@ def _results(recipe: Recipe, progress: Progress, overrides: list[str], precision
 
 
 def _convert(source: Path, recipe: Recipe, out: Path) -> str:
+    out.parent.mkdir(parents=True, exist_ok=True)
     plan = make_plan(str(source), recipe.conversion)
     execute(plan, out, seed=recipe.seed, recipe_yaml=recipe.to_yaml(), overwrite=True)
     return str(out.name)
