@@ -1,9 +1,12 @@
 """What a conversion leaves on disk: the teacher's bytes, the new tensors, and everything around them."""
 
+import errno
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from supra.config import Conversion
-from supra.convert import execute, make_plan
+from supra.convert import execute, make_plan, shard_writer
 from supra.convert import write as write_module
 from supra.convert.headers import TensorInfo, read_header
 from supra.convert.shard_writer import ShardWriter, copy_file, hash_file, tensor_blocks
@@ -242,3 +245,31 @@ def test_shard_writer_writes_what_safetensors_reads(tensors: dict[str, Any]) -> 
         stop = threading.Event()
         copied = copy_file(path, Path(folder) / "y", lambda _: None, stop)
         assert copied == writer.digest == hash_file(path, lambda _: None, stop)
+
+
+@pytest.mark.parametrize("failure", ["no such call", "other file system", "copies nothing"])
+def test_files_are_copied_where_the_kernel_does_not_do_it(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_writer, "COPY_BYTES", 1000)
+    monkeypatch.setattr(shard_writer, "BLOCK_BYTES", 300)
+    if failure == "no such call":
+        monkeypatch.delattr(os, "copy_file_range", raising=False)
+    elif failure == "other file system":
+        monkeypatch.setattr(os, "copy_file_range", Mock(side_effect=OSError(errno.EXDEV, "cross-device")))
+    else:
+        monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
+    (tmp_path / "a").write_bytes(os.urandom(2500))
+    counts: list[int] = []
+    digest = copy_file(tmp_path / "a", tmp_path / "b", counts.append, threading.Event())
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+    assert sum(counts) == 2500
+    assert digest == hash_file(tmp_path / "b", lambda _: None, threading.Event())
+
+
+def test_copying_stops_when_asked(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x")
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(shard_writer.CancelledError):
+        copy_file(tmp_path / "a", tmp_path / "b", lambda _: None, stop)
