@@ -55,8 +55,11 @@ def load_model(
         SupraError: files that do not hold a whole model (missing or unexpected tensors).
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
     from . import models
+
+    transformers_logging.disable_progress_bar()  # a bar for each of a demo's many loads drowns what matters
 
     require_dtype(dtype)
     require_model_folder(path)
