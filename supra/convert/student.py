@@ -69,7 +69,8 @@ def student_config(
         return SupraConfig.from_teacher(
             full,
             layer_types=layer_types,
-            sliding_window=full.get("sliding_window") if "sliding_attention" in layer_types else None,
+            teacher_layer_types=layers,
+            sliding_window=full.get("sliding_window") if "sliding_attention" in layers else None,
             attention_bias=has_bias(row.query_key_value_bias, full),
             attention_output_bias=has_bias(row.output_bias, full),
             qk_norm=row.query_key_norm,

@@ -28,6 +28,7 @@ class SupraConfig(LlamaConfig):
     - `decay`: `none`, `alibi` (γ_h = exp(−2^(−8(h+1)/H))), `retnet` (γ_h = 1 − 2^(−5−h)) or `learned`; with
       `decay_shared` one value per key/value head, so that the state is kept per key/value head;
     - `attention_norm`: `group_norm` (one group per head) or `denominator` (Σ_j φ(q_i)·φ(k_j));
+    - `teacher_layer_types`: what each layer was, so that training compares with the teacher as it is;
     - `window`: exact softmax over the last `window` tokens sharing the denominator with the linear part over the
       older ones; 0 for none; with it, the first `num_sink_tokens` stay exact too (attention sinks).
 
@@ -50,11 +51,15 @@ class SupraConfig(LlamaConfig):
     window: int = 0
     num_sink_tokens: int = 0
     teacher_model_type: str = "llama"
+    teacher_layer_types: list[str] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_misspelt(kwargs)
         if self.layer_types is None:
             self.layer_types = ["linear_attention"] * self.num_hidden_layers
+        if self.teacher_layer_types is None:
+            kind = "sliding_attention" if self.sliding_window else "full_attention"
+            self.teacher_layer_types = [kind] * self.num_hidden_layers
         super().__post_init__(**kwargs)
         self._validate_linear_attention()
 
@@ -142,8 +147,8 @@ class SupraConfig(LlamaConfig):
                 f"num_sink_tokens={self.num_sink_tokens} must be 0, or positive together with a window: "
                 "sinks are scored in the window's softmax"
             )
-        if "sliding_attention" in self.layer_types and not self.sliding_window:
-            raise ValueError("layer_types holds sliding_attention but sliding_window is not set")
+        if "sliding_attention" in (*self.layer_types, *(self.teacher_layer_types or [])) and not self.sliding_window:
+            raise ValueError("sliding_attention layers need sliding_window to be set")
         if not self.num_linear_layers:
             return
         if self.attention_norm == "denominator":

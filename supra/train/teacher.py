@@ -14,10 +14,7 @@ def build_teacher(student: SupraForCausalLM) -> SupraForCausalLM:
     Must be called before the student trains anything but new parameters: what it shares is what it is.
     """
     config = copy.deepcopy(student.config)
-    softmax = "sliding_attention" if config.sliding_window else "full_attention"
-    config.layer_types = [
-        kind if kind != "linear_attention" else softmax for kind in config.layer_types or []
-    ]
+    config.layer_types = list(config.teacher_layer_types or [])
     config.window = 0
     with torch.device("meta"):
         teacher = SupraForCausalLM(config)
