@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
+from .cli_recipes import recipes_app
+from .console import Json, say, show
 from .errors import SupraError, UserError
 
 app = typer.Typer(
@@ -19,27 +21,12 @@ app = typer.Typer(
     help="Turn pretrained Llama and Mistral checkpoints into RNNs that generate in constant memory.",
     epilog="Start with: supra demo · or: supra inspect MODEL, supra convert MODEL -o OUT, supra train RECIPE",
 )  # fmt: skip
-recipes_app = typer.Typer(no_args_is_help=True, help="List, show, copy and check recipes.")
 app.add_typer(recipes_app, name="recipes")
 
-Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON on stdout.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda[:N].")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Backend = Annotated[str, typer.Option(help="Kernel backend: auto, torch or reference.")]
 Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.", min=0)]
-
-
-def say(text: str) -> None:
-    """Chatter goes to stderr, so that stdout holds results only."""
-    typer.echo(text, err=True)
-
-
-def show(renderable: Any, *, on_stdout: bool = True) -> None:
-    """Print a rich renderable at the terminal's width, or at 100 columns into a file."""
-    from rich.console import Console
-
-    console = Console(stderr=not on_stdout, width=None if sys.stdout.isatty() else 100)
-    console.print(renderable)
 
 
 def set_threads(threads: int) -> None:
@@ -84,6 +71,7 @@ NumSinkTokens = Annotated[
     int | None, typer.Option(help="First tokens kept exact for ever, beside the window.")
 ]
 KeepSoftmax = Annotated[str | None, typer.Option(help="Layers left as softmax: 0,5,11 or all.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 AllowPickle = Annotated[bool, typer.Option(help="Accept .bin weights, read without running code in them.")]
 
 
@@ -101,16 +89,20 @@ def build_conversion(recipe: str | None, **options: Any) -> tuple[Any, str]:
     return config.conversion_from_options({**base.conversion.model_dump(exclude_none=True), **given})
 
 
-def plan_conversion(source: str, recipe: str | None, allow_pickle: bool, **options: Any) -> tuple[Any, str]:
+def plan_conversion(
+    source: str, recipe: str | None, revision: str | None, allow_pickle: bool, **options: Any
+) -> tuple[Any, str]:
     """The plan for a source under the conversion asked for, and the conversion's YAML."""
     from .convert import make_plan
 
     if options["keep_softmax"] == "all":
         conversion, _ = build_conversion(recipe, **{**options, "keep_softmax": None})
-        num_layers = make_plan(source, conversion, allow_pickle=allow_pickle).config.num_hidden_layers
+        num_layers = make_plan(
+            source, conversion, revision=revision, allow_pickle=allow_pickle
+        ).config.num_hidden_layers
         options["keep_softmax"] = ",".join(str(layer) for layer in range(num_layers))
     conversion, recipe_yaml = build_conversion(recipe, **options)
-    return make_plan(source, conversion, allow_pickle=allow_pickle), recipe_yaml
+    return make_plan(source, conversion, revision=revision, allow_pickle=allow_pickle), recipe_yaml
 
 
 @app.command()
@@ -118,15 +110,17 @@ def inspect(
     source: Annotated[str, typer.Argument(help="A Hugging Face folder, a hub id or a .gguf file.")],
     recipe: ConversionRecipe = None, feature_map: FeatureMap = None, rope: Rope = None, decay: Decay = None,
     decay_shared: DecayShared = None, norm: Norm = None, norm_affine: NormAffine = None, window: Window = None,
-    num_sink_tokens: NumSinkTokens = None, keep_softmax: KeepSoftmax = None, allow_pickle: AllowPickle = False,
+    num_sink_tokens: NumSinkTokens = None, keep_softmax: KeepSoftmax = None, revision: Revision = None,
+    allow_pickle: AllowPickle = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Show what a conversion would keep, add and drop, and what it would cost; writes nothing."""
     plan, _ = plan_conversion(
-        source, recipe, allow_pickle, feature_map=feature_map, rope=rope, decay=decay, decay_shared=decay_shared,
-        norm=norm, norm_affine=norm_affine, window=window, num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
+        source, recipe, revision, allow_pickle, feature_map=feature_map, rope=rope, decay=decay,
+        decay_shared=decay_shared, norm=norm, norm_affine=norm_affine, window=window, num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
     )  # fmt: skip
     print_plan(plan, as_json)
+    plan.require_convertible()
     say(f"next: supra convert {source} -o OUT")
 
 
@@ -144,7 +138,8 @@ def convert(
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write; must not exist.")],
     recipe: ConversionRecipe = None, feature_map: FeatureMap = None, rope: Rope = None, decay: Decay = None,
     decay_shared: DecayShared = None, norm: Norm = None, norm_affine: NormAffine = None, window: Window = None,
-    num_sink_tokens: NumSinkTokens = None, keep_softmax: KeepSoftmax = None, allow_pickle: AllowPickle = False,
+    num_sink_tokens: NumSinkTokens = None, keep_softmax: KeepSoftmax = None, revision: Revision = None,
+    allow_pickle: AllowPickle = False,
     seed: Annotated[int, typer.Option(help="Seed of the new tensors.")] = 0,
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
     verify: Annotated[bool, typer.Option(help="Reload, compare hashes and run one forward.")] = True,
@@ -152,19 +147,29 @@ def convert(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Convert a checkpoint: teacher tensors are copied byte for byte, new ones added beside them."""
-    from .convert import execute
+    from .convert import execute, progress_bar
 
     plan, recipe_yaml = plan_conversion(
-        source, recipe, allow_pickle, feature_map=feature_map, rope=rope, decay=decay, decay_shared=decay_shared,
-        norm=norm, norm_affine=norm_affine, window=window, num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
+        source, recipe, revision, allow_pickle, feature_map=feature_map, rope=rope, decay=decay,
+        decay_shared=decay_shared, norm=norm, norm_affine=norm_affine, window=window, num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
     )  # fmt: skip
     if dry_run:
         print_plan(plan, as_json)
+        plan.require_convertible()
         say(f"next: supra convert {source} -o {out}")
         return
     if not as_json:
         show(plan.render(), on_stdout=False)
-    result = execute(plan, out, seed=seed, recipe_yaml=recipe_yaml, overwrite=overwrite, verify=verify)
+    with progress_bar() as progress:
+        result = execute(
+            plan,
+            out,
+            seed=seed,
+            recipe_yaml=recipe_yaml,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress,
+        )
     typer.echo(result.to_json() if as_json else str(out))
     say(f"next: supra train hedgehog-window --model {out} -o runs/first")
 
@@ -315,56 +320,6 @@ def demo(
     say(f"next: read {report} · supra generate {out}/train/model 'Once upon a time'")
 
 
-@recipes_app.command("ls")
-def recipes_ls(as_json: Json = False) -> None:
-    """List the shipped recipes."""
-    from . import recipes
-
-    rows = recipes.ls()
-    if as_json:
-        typer.echo(json.dumps([{"name": row.name, "description": row.description} for row in rows]))
-        return
-    width = max(len(row.name) for row in rows)
-    for row in rows:
-        typer.echo(f"{row.name:<{width}}  {row.description.strip().splitlines()[0]}")
-    say("next: supra recipes show NAME")
-
-
-@recipes_app.command("show")
-def recipes_show(
-    name: str,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a field first.")] = None,
-) -> None:
-    """Print a recipe."""
-    from . import recipes
-
-    typer.echo(recipes.show(name, overrides).rstrip("\n"))
-    say(f"next: supra recipes cp {name} my.yaml")
-
-
-@recipes_app.command("cp")
-def recipes_cp(name: str, target: Path) -> None:
-    """Copy a recipe to change it."""
-    from . import recipes
-
-    copied = recipes.cp(name, target)
-    typer.echo(str(copied))
-    say(f"next: edit it, then: supra recipes validate {copied}")
-
-
-@recipes_app.command("validate")
-def recipes_validate(
-    path: str,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a field first.")] = None,
-) -> None:
-    """Check a recipe; every error is named at once."""
-    from . import config
-
-    loaded = config.load(path, overrides or [])
-    typer.echo(f"{path}: {len(loaded.stages)} stages, valid")
-    say(f"next: supra train {path} --model MODEL --dry-run")
-
-
 def report_failure(error: BaseException) -> int:
     """Print one clear line for a failure and return the exit code."""
     if isinstance(error, SupraError):
@@ -380,8 +335,14 @@ def report_failure(error: BaseException) -> int:
     return 1
 
 
+def _interrupt(number: int, frame: Any) -> None:
+    """A polite kill cleans up as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     """Run the command line; a failure is one line, and a traceback only under --debug."""
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         app(standalone_mode=True)
     except BrokenPipeError:
