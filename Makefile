@@ -25,6 +25,7 @@ bench: .venv/.demo
 
 lint: .venv/.test
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy supra kernels/supra_kernels eval/supra_eval
 
 clean:

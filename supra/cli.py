@@ -117,7 +117,8 @@ def inspect(
     """Show what a conversion would keep, add and drop, and what it would cost; writes nothing."""
     plan, _ = plan_conversion(
         source, recipe, revision, allow_pickle, feature_map=feature_map, rope=rope, decay=decay,
-        decay_shared=decay_shared, norm=norm, norm_affine=norm_affine, window=window, num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
+        decay_shared=decay_shared, norm=norm, norm_affine=norm_affine, window=window,
+        num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
     )  # fmt: skip
     print_plan(plan, as_json)
     plan.require_convertible()
@@ -151,7 +152,8 @@ def convert(
 
     plan, recipe_yaml = plan_conversion(
         source, recipe, revision, allow_pickle, feature_map=feature_map, rope=rope, decay=decay,
-        decay_shared=decay_shared, norm=norm, norm_affine=norm_affine, window=window, num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
+        decay_shared=decay_shared, norm=norm, norm_affine=norm_affine, window=window,
+        num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
     )  # fmt: skip
     if dry_run:
         print_plan(plan, as_json)

@@ -147,7 +147,10 @@ class SupraConfig(LlamaConfig):
                 f"num_sink_tokens={self.num_sink_tokens} must be 0, or positive together with a window: "
                 "sinks are scored in the window's softmax"
             )
-        if "sliding_attention" in (*self.layer_types, *(self.teacher_layer_types or [])) and not self.sliding_window:
+        if (
+            "sliding_attention" in (*self.layer_types, *(self.teacher_layer_types or []))
+            and not self.sliding_window
+        ):
             raise ValueError("sliding_attention layers need sliding_window to be set")
         if not self.num_linear_layers:
             return
