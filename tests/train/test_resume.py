@@ -1,5 +1,6 @@
 """A run that is killed and resumed ends with the very bits of a run that was not."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,10 @@ from supra.train import checkpoint
 from supra.train.checkpoint import Position
 from supra.train.tracking import read_metrics
 from supra.train.trainer import run_training
+
+
+# Sums are split by thread, so equal bits need equal threads: the killed process gets as many as this one.
+SAME_THREADS = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
 def three_stages(tiny: ModuleType, text: Path, **changes: Any) -> Recipe:
@@ -76,6 +81,7 @@ def test_kill_9_at_any_instant_costs_no_bit(
             str(tmp_path / "killed"),
             *moments,
         ],
+        env=SAME_THREADS,
         check=True,
         timeout=300,
     )
