@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from supra_eval.perplexity import measure, measure_with_ablations, read_blocks
 
 from . import __version__, config

@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict, dataclass, field
 
 import torch
+
 from supra_kernels import available_backends, linear_attention, resolve_backend
 
 from . import __version__

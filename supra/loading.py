@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from supra_kernels import BackendError
 
 from .checks import require_dtype, require_model_folder

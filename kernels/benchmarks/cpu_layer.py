@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable
 
 import torch
-from supra_kernels import linear_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from supra_kernels import linear_attention
 
 H, G, D = 9, 3, 64
 

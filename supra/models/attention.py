@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
-from supra_kernels import linear_attention, linear_attention_step, window_attention
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
+
+from supra_kernels import linear_attention, linear_attention_step, window_attention
 
 from .cache import RecurrentLayer, SupraCache
 from .configuration_supra import SupraConfig

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from supra_kernels import resolve_backend
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -20,6 +19,8 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
+
+from supra_kernels import resolve_backend
 
 from .attention import Ablation, SupraLinearAttention, SupraSoftmaxAttention
 from .cache import SupraCache

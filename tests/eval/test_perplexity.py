@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from supra_eval.perplexity import evaluate_folder, measure, read_blocks
 
 from supra.config import Data
 from supra.errors import UserError
 from supra.loading import load_model
+from supra_eval.perplexity import evaluate_folder, measure, read_blocks
 
 
 def test_equals_transformers_loss(teacher_dir: Path, text_file: Path) -> None:

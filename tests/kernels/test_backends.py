@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from supra_kernels import (
     BackendError,
     autograd,

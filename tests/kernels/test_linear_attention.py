@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from supra_kernels import linear_attention
 from supra_kernels.reference import (
     linear_attention_chunked,

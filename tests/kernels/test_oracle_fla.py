@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from supra_kernels import linear_attention
 from torch.testing import assert_close
+
+from supra_kernels import linear_attention
 
 pytest.importorskip("fla", reason="the extra `fla` is not installed")
 

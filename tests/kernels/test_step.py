@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from supra_kernels import linear_attention, linear_attention_step
 
 KINDS = ("none", "query head", "key head", "token and query head", "token and key head")

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from supra_kernels import window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from supra_kernels import window_attention
 
 Make = Callable[..., Any]
 Inputs = dict[str, Tensor | None]

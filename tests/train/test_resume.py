@@ -19,7 +19,6 @@ from supra.train.checkpoint import Position
 from supra.train.tracking import read_metrics
 from supra.train.trainer import run_training
 
-
 # Sums are split by thread, so equal bits need equal threads: the killed process gets as many as this one.
 SAME_THREADS = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
