@@ -31,10 +31,17 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         except OSError as error:
             raise UserError(str(file), error.strerror or str(error), "Give a readable text file") from error
     else:
-        text = sys.stdin.read() if prompt == "-" else str(prompt)
+        text = _read_stdin() if prompt == "-" else str(prompt)
     if not text:
         raise UserError("the prompt", "is empty", "Give at least one token of text")
     return text
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError("stdin", f"is not UTF-8 text ({error.reason})", "Convert it to UTF-8") from error
 
 
 def require_dtype(dtype: str) -> None:

@@ -148,7 +148,7 @@ def convert(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Convert a checkpoint: teacher tensors are copied byte for byte, new ones added beside them."""
-    from .convert import execute, progress_bar
+    from .convert import check_target, execute, progress_bar
 
     plan, recipe_yaml = plan_conversion(
         source, recipe, revision, allow_pickle, feature_map=feature_map, rope=rope, decay=decay,
@@ -160,6 +160,7 @@ def convert(
         plan.require_convertible()
         say(f"next: supra convert {source} -o {out}")
         return
+    check_target(plan, out, overwrite)
     if not as_json:
         show(plan.render(), on_stdout=False)
     with progress_bar() as progress:
@@ -173,7 +174,7 @@ def convert(
             progress=progress,
         )
     typer.echo(result.to_json() if as_json else str(out))
-    say(f"next: supra train hedgehog-window --model {out} -o runs/first")
+    say(f"next: supra train {recipe or 'hedgehog-window'} --model {out} -o runs/first")
 
 
 @app.command()
@@ -261,7 +262,9 @@ def evaluate(
     model: Annotated[Path, typer.Argument(help="A converted model's folder.")],
     data: Annotated[list[str], typer.Option("--data", help="Held-out text: files, globs or package:NAME/path.")],
     teacher: Annotated[Path | None, typer.Option("--teacher", help="The teacher, scored beside it.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens per block, each read from an empty state.", min=2)] = 1024,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens per block, read from an empty state; 1024 or the model's maximum.", min=2)
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Score at most so many tokens, over all files.", min=2)] = 32768,
     ablations: Annotated[bool, typer.Option(help="Also score the window alone and the linear part alone.")] = True,
     device: Device = "auto", dtype: Dtype = "float32", backend: Backend = "auto", threads: Threads = 0,
@@ -327,9 +330,6 @@ def report_failure(error: BaseException) -> int:
     if isinstance(error, SupraError):
         say(f"error: {error}")
         return error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        say("stopped; a training run goes on with --resume")
-        return 128 + signal.SIGINT
     if isinstance(error, MemoryError):
         say("error: memory: there is not enough. Use a smaller length, micro_batch_size or dtype")
         return 1
@@ -337,20 +337,31 @@ def report_failure(error: BaseException) -> int:
     return 1
 
 
-def _interrupt(number: int, frame: Any) -> None:
-    """A polite kill cleans up as Ctrl-C does."""
-    raise KeyboardInterrupt
+class Stopped(BaseException):
+    """Ctrl-C or a polite kill: everything half-written is cleaned up on the way out."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__()
+
+
+def _stop(number: int, frame: Any) -> None:
+    raise Stopped(number)
 
 
 def main() -> None:
     """Run the command line; a failure is one line, and a traceback only under --debug."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
     try:
         app(standalone_mode=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (Exception, KeyboardInterrupt) as error:
+    except Stopped as stop:
+        say("stopped; nothing half-written is left, and a training run goes on with --resume")
+        sys.exit(128 + stop.number)
+    except Exception as error:
         if os.environ.get("SUPRA_DEBUG"):
             raise
         sys.exit(report_failure(error))

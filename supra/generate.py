@@ -50,7 +50,9 @@ def stream(
             raise UserError("--chat", "the model has no chat template", "Leave --chat out")
         message = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    input_ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).input_ids.to(model.device)
+    input_ids = tokenizer(
+        prompt, return_tensors="pt", add_special_tokens=not chat, verbose=False
+    ).input_ids.to(model.device)
     if input_ids.shape[1] == 0:
         raise UserError("the prompt", "is empty", "Give at least one token of text")
     config = GenerationConfig(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from supra_kernels import BackendError
 
@@ -55,11 +57,14 @@ def load_model(
         UserError: no model folder at `path`, an unknown dtype, device or backend.
         SupraError: files that do not hold a whole model (missing or unexpected tensors).
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     from . import models
 
+    # peft probes a deprecated name, and a recurrent model has no maximum length to be warned about.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+    transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()  # a bar for each of a demo's many loads drowns what matters
 
     require_dtype(dtype)
@@ -71,14 +76,11 @@ def load_model(
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), output_loading_info=True, local_files_only=True
         )  # type: ignore[misc]
-        loaded_tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True) if tokenizer else None
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise SupraError(str(path), f"could not be loaded: {error}", "Convert the teacher again") from error
-    except Exception as error:  # safetensors raises its own type, which derives from nothing narrower
-        if type(error).__name__ != "SafetensorError":
-            raise
+    except SafetensorError as error:
         raise SupraError(
-            str(path), f"holds a damaged safetensors file: {error}", "Convert it again"
+            str(path), f"holds a damaged safetensors file: {error}", "Copy or convert it again"
         ) from error
     lost = sorted(report["missing_keys"]) + sorted(report["unexpected_keys"])
     if lost:
@@ -95,4 +97,21 @@ def load_model(
                 f"backend {backend!r}", str(error), "See `supra doctor` for what runs here"
             ) from error
     attention = model.config._attn_implementation
-    return Loaded(model, loaded_tokenizer, where, dtype, runs, attention)
+    return Loaded(model, load_tokenizer(path) if tokenizer else None, where, dtype, runs, attention)
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a model folder.
+
+    Raises:
+        SupraError: there is none, or its files are damaged.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # tokenizers raises bare Exceptions on damaged files
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SupraError(
+            f"{path}: the tokenizer", f"could not be loaded: {reason}", "Copy the teacher's files"
+        ) from error

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from supra.config import Data
-from supra.errors import UserError
-from supra.loading import Loaded, load_model
+from supra.errors import SupraError, UserError
+from supra.loading import Loaded, load_model, load_tokenizer
 from supra.models import SupraForCausalLM
 from supra.train.sources import find_sources, read_documents
 
@@ -90,6 +90,8 @@ def read_blocks(data: Data, tokenizer: Any, length: int, max_tokens: int) -> tup
     blocks = []
     for source in sources:
         text = "\n\n".join(read_documents(source, data))
+        if not text:
+            raise UserError(source.name, "is empty", "Name a file with text")
         ids = torch.tensor(
             tokenizer(text, add_special_tokens=False, verbose=False).input_ids, dtype=torch.int64
         )
@@ -111,6 +113,7 @@ def measure(
     """Perplexity of a causal model on blocks [N, length]; `autocast_dtype` is that of the matrix products.
 
     Raises:
+        SupraError: the loss is not finite.
         UserError: a token id outside the model's vocabulary (another tokenizer's text).
     """
     if int(blocks.max()) >= model.config.vocab_size:
@@ -133,6 +136,12 @@ def measure(
         losses.append(torch.cat(per_token, dim=1).double().mean(dim=1).cpu())
     means = torch.cat(losses)
     nll = float(means.mean())
+    if not math.isfinite(nll):
+        raise SupraError(
+            "the model's loss",
+            "is not finite on this text",
+            "Look for NaN weights: supra inspect, or retrain",
+        )
     stderr = float(means.std() / math.sqrt(len(means))) if len(means) > 1 else float("nan")
     scored = blocks.shape[0] * (blocks.shape[1] - 1)
     return Perplexity(math.exp(min(nll, 700.0)), nll, stderr, scored, time.perf_counter() - start)
@@ -151,7 +160,7 @@ def measure_with_ablations(
 
 
 def evaluate_folder(
-    model: Path, data: list[str], *, teacher: Path | None, length: int, max_tokens: int, ablations: bool,
+    model: Path, data: list[str], *, teacher: Path | None, length: int | None, max_tokens: int, ablations: bool,
     device: str, dtype: str, backend: str, say: Callable[[str], None],
 ) -> PerplexityTable:  # fmt: skip
     """Score a converted model's folder, and its teacher's, on the same held-out blocks.
@@ -161,7 +170,16 @@ def evaluate_folder(
     """
     student = load_model(model, device=device, dtype=dtype, backend=backend)
     say(student.describe())
-    blocks, names = read_blocks(Data(train=tuple(data), unwrap=True), student.tokenizer, length, max_tokens)
+    longest = student.model.config.max_position_embeddings
+    length = min(1024, longest) if length is None else length
+    if length > longest:
+        say(f"warning: blocks of {length} tokens are longer than the {longest} that the teacher was made for")
+    try:
+        blocks, names = read_blocks(
+            Data(train=tuple(data), unwrap=True), student.tokenizer, length, max_tokens
+        )
+    except UserError as error:
+        raise UserError(error.thing.replace("data.train", "--data"), error.reason, error.mend) from None
     table = PerplexityTable(length, names, student.describe())
     if teacher is not None:
         say("scoring the teacher")
@@ -181,6 +199,12 @@ def _same_vocabulary(teacher: Path, student: Loaded, device: str, dtype: str, ba
         raise UserError(
             f"--teacher {teacher}",
             f"has a vocabulary of {loaded.model.config.vocab_size}, the student {student.model.config.vocab_size}",
+            "Give the model that was converted",
+        )
+    if load_tokenizer(teacher).get_vocab() != student.tokenizer.get_vocab():
+        raise UserError(
+            f"--teacher {teacher}",
+            "has another tokenizer than the student",
             "Give the model that was converted",
         )
     return loaded.model

@@ -2,6 +2,6 @@
 
 from supra.convert.plan import Plan, make_plan
 from supra.convert.progress import progress_bar
-from supra.convert.write import ConversionResult, execute
+from supra.convert.write import ConversionResult, check_target, execute
 
-__all__ = ["ConversionResult", "Plan", "execute", "make_plan", "progress_bar"]
+__all__ = ["ConversionResult", "Plan", "check_target", "execute", "make_plan", "progress_bar"]

@@ -73,7 +73,9 @@ def check_forward(plan: Plan, folder: Path, places: dict[str, tuple[Path, Tensor
         logits = _reloaded_logits(folder, ids) if small else _streamed_logits(plan, places, ids)
         if not torch.isfinite(logits).all():
             raise SupraError(
-                str(folder), "the converted model's output is not finite", _broken_tensor_hint(places)
+                str(plan.source.location),
+                "the converted model's output is not finite",
+                _broken_tensor_hint(places),
             )
         teacher = plan.source.local_path()
         if (

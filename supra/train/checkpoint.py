@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -78,7 +79,7 @@ def save(
         sync_folder(folder)
         for old in _folders(run_dir)[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
-    except (OSError, RuntimeError) as error:  # safetensors reports a full disk as its own error
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is the last of these
         shutil.rmtree(partial, ignore_errors=True)
         raise SupraError(
             str(final),
@@ -98,13 +99,9 @@ def load_newest(run_dir: Path, warn: Callable[[str], None]) -> Checkpoint | None
     for folder in reversed(folders):
         try:
             return _load(folder)
-        except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             warn(f"checkpoint {folder.name} is damaged ({reason}); trying the one before")
-        except Exception as error:  # safetensors raises its own type, which derives from nothing narrower
-            if type(error).__name__ != "SafetensorError":
-                raise
-            warn(f"checkpoint {folder.name} is damaged ({error}); trying the one before")
     if folders:
         raise SupraError(str(run_dir), "every checkpoint is damaged", "Start anew in another run folder.")
     return None

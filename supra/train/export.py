@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 
 from supra.config import Recipe
 from supra.errors import SupraError
@@ -48,14 +49,23 @@ def export_model(
         _write_weights(student, model_dir, partial)
         _copy_the_rest(model_dir, partial)
         _write_documents(recipe, model_dir, partial, training)
+        _share_with_group(partial)
         sync_folder(partial)
         os.rename(partial, target)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise SupraError(
             str(target), f"the model cannot be written ({error})", "Free some space, then run with --resume."
         ) from None
     return target
+
+
+def _share_with_group(folder: Path) -> None:
+    """Give weights the rights of the other files: safetensors writes them for their owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(0o666 & ~umask)
 
 
 def stored_dtype(model_dir: Path) -> torch.dtype:

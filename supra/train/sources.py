@@ -169,6 +169,8 @@ def _read_text(source: Source, data: Data) -> Iterator[str]:
     try:
         yield raw.decode("utf-8-sig")
     except UnicodeDecodeError:
+        if b"\0" in raw:
+            raise UserError(source.where, "is binary, not text", "Name text files only.") from None
         # Every byte is a latin-1 character, so this cannot fail; two of the Gutenberg texts need it.
         print(f"{source.name}: not UTF-8, read as latin-1", file=sys.stderr)
         yield raw.decode("latin-1")

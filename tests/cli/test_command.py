@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,24 @@ def test_debug_shows_the_traceback() -> None:
     result = run("--debug", "recipes", "show", "nothing-like-it")
     assert result.returncode != 0
     assert "Traceback" in result.stderr
+
+
+def test_stdin_that_is_no_text_is_a_mistake() -> None:
+    done = subprocess.run([*SUPRA, "generate", ".", "-"], input=b"\xff\xfe", capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert b"stdin" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_polite_stop_says_so_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    # Reading a prompt from an open stdin is where the command waits for ever.
+    process = subprocess.Popen(
+        [*SUPRA, "generate", ".", "-"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, text=True
+    )
+    time.sleep(3)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert "stopped" in errors
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from supra.config import Data
-from supra.errors import UserError
+from supra.errors import SupraError, UserError
 from supra.loading import load_model
 from supra_eval.perplexity import evaluate_folder, measure, read_blocks
 
@@ -68,3 +69,52 @@ def test_a_teacher_of_another_vocabulary_is_refused(
             student_dir, [str(text_file)], teacher=tmp_path, length=64, max_tokens=64, ablations=False,
             device="cpu", dtype="float32", backend="auto", say=lambda _: None,
         )  # fmt: skip
+
+
+def score(student: Path, text: Path, **options):
+    fields = {
+        "teacher": None,
+        "length": 64,
+        "max_tokens": 64,
+        "ablations": False,
+        "say": lambda _: None,
+        **options,
+    }
+    return evaluate_folder(student, [str(text)], device="cpu", dtype="float32", backend="auto", **fields)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(
+    student_dir: Path, teacher_dir: Path, text_file: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(teacher_dir, tmp_path / "other")
+    words = json.loads((other / "tokenizer.json").read_text())
+    vocab = words["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(UserError, match="another tokenizer"):
+        score(student_dir, text_file, teacher=other)
+
+
+def test_a_loss_that_is_not_finite_is_no_score(teacher_dir: Path, text_file: Path) -> None:
+    loaded = load_model(teacher_dir)
+    blocks, _ = read_blocks(Data(train=(str(text_file),)), loaded.tokenizer, 64, 64)
+    with torch.no_grad():
+        loaded.model.model.norm.weight[0] = float("nan")
+    with pytest.raises(SupraError, match="not finite"):
+        measure(loaded.model, blocks)
+
+
+def test_blocks_longer_than_the_teachers_context_are_warned_of(student_dir: Path, text_file: Path) -> None:
+    said: list[str] = []
+    score(student_dir, text_file, length=600, max_tokens=600, say=said.append)
+    assert any("600" in line and "512" in line for line in said)
+    assert score(student_dir, text_file, length=None, max_tokens=600).length == 512
+
+
+@pytest.mark.parametrize(("content", "named"), [(b"", "empty"), (b"\x00\xff\xfe" * 500, "binary")])
+def test_a_file_that_is_no_text_is_refused(
+    tmp_path: Path, teacher_dir: Path, content: bytes, named: str
+) -> None:
+    (tmp_path / "x.txt").write_bytes(content)
+    with pytest.raises(UserError, match=named):
+        read_blocks(Data(train=(str(tmp_path / "x.txt"),)), load_model(teacher_dir).tokenizer, 64, 64)
