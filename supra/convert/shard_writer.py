@@ -101,26 +101,38 @@ class ShardWriter:
 def copy_file(source: Path, target: Path, on_bytes: OnBytes, stop: threading.Event) -> str:
     """Copy a file byte for byte and return the hash of the source's bytes; CancelledError once `stop` is set.
 
-    The kernel copies, as for `cp`; what it has just copied is then read, from its cache, for the hash alone.
+    The kernel copies, as for `cp`; the hash is taken in a pass of its own afterwards, from the page cache: turning
+    from one to the other every few megabytes took twice as long (docs/LOG.md).
     """
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
     with source.open("rb", buffering=0) as reader, target.open("wb", buffering=0) as writer:
         size, in_kernel = os.fstat(reader.fileno()).st_size, hasattr(os, "copy_file_range")
         for start in range(0, size, COPY_BYTES):
-            end = min(start + COPY_BYTES, size)
-            in_kernel = in_kernel and _copy_in_kernel(reader.fileno(), writer.fileno(), start, end)
-            place = start
-            while place < end:
-                if stop.is_set():
-                    raise CancelledError
-                count = os.preadv(reader.fileno(), [buffer[: end - place]], place)
-                if not count:
-                    raise OSError(errno.EIO, "the file became shorter while it was copied", str(source))
-                digest.update(buffer[:count])
-                if not in_kernel:
-                    _write_all(writer, buffer[:count])
-                place += count
-                on_bytes(count)
+            if stop.is_set():
+                raise CancelledError
+            if not in_kernel:
+                break
+            in_kernel = _copy_in_kernel(
+                reader.fileno(), writer.fileno(), start, min(start + COPY_BYTES, size)
+            )
+        if not in_kernel:
+            return _copy_by_hand(reader, writer, source, size, on_bytes, stop)
+    return hash_file(source, on_bytes, stop)
+
+
+def _copy_by_hand(
+    reader: io.FileIO, writer: io.FileIO, source: Path, size: int, on_bytes: OnBytes, stop: threading.Event
+) -> str:
+    digest, buffer, place = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES)), 0
+    while place < size:
+        if stop.is_set():
+            raise CancelledError
+        count = os.preadv(reader.fileno(), [buffer[: size - place]], place)
+        if not count:
+            raise OSError(errno.EIO, "the file became shorter while it was copied", str(source))
+        digest.update(buffer[:count])
+        _write_all(writer, buffer[:count])
+        place += count
+        on_bytes(count)
     return digest.hexdigest()
 
 
