@@ -24,7 +24,7 @@ import numpy as np
 from supra.architectures import ARCHITECTURES, Architecture, find
 from supra.convert.gguf_tokenizer import check_tokenizer, write_tokenizer
 from supra.convert.headers import TensorInfo
-from supra.convert.shard_writer import CancelledError, OnBytes, ShardWriter, file_bytes, hash_file
+from supra.convert.shard_writer import CancelledError, Hash, OnBytes, ShardWriter, file_bytes, hash_file
 from supra.convert.source import Shard, Source
 from supra.errors import UserError
 
@@ -136,11 +136,11 @@ class GgufSource(Source):
     def _shard(self, number: int, tensors: list[TensorInfo]) -> Shard:
         return Shard(f"{self._path.name}#{number + 1}", tuple(tensors), file_bytes(tensors))
 
-    def write_shard(self, shard: Shard, target: Path, on_bytes: OnBytes, stop: threading.Event) -> str:
+    def write_shard(self, shard: Shard, target: Path, on_bytes: OnBytes, stop: threading.Event) -> Hash:
         with ShardWriter(target, shard.tensors, on_bytes) as writer:
             for tensor in shard.tensors:
                 writer.write(tensor.name, self._blocks(tensor, stop))
-        return writer.digest
+        return lambda: writer.digest
 
     def _blocks(self, tensor: TensorInfo, stop: threading.Event) -> Iterator[np.ndarray]:
         """The tensor's values in HF's row order and dtype, in whole heads where rows are interleaved."""

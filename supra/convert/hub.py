@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from supra.convert.headers import TensorInfo, read_json, shard_names
-from supra.convert.shard_writer import OnBytes, disk_error, header_bytes
+from supra.convert.shard_writer import Hash, OnBytes, disk_error, header_bytes
 from supra.convert.source import (
     SMALL_FILES,
     FolderSource,
@@ -125,7 +125,7 @@ class HubSource(Source):
                 self.location, "the downloaded weights differ from the plan", "Run the conversion again"
             )
 
-    def write_shard(self, shard: Shard, target: Path, on_bytes: OnBytes, stop: threading.Event) -> str:
+    def write_shard(self, shard: Shard, target: Path, on_bytes: OnBytes, stop: threading.Event) -> Hash:
         assert self._local is not None, "fetch() comes first"
         return self._local.write_shard(shard, target, on_bytes, stop)
 

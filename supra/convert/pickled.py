@@ -11,6 +11,7 @@ from typing import Any
 from supra.convert.headers import TensorInfo, index_map, read_json, shard_names
 from supra.convert.shard_writer import (
     CancelledError,
+    Hash,
     OnBytes,
     ShardWriter,
     file_bytes,
@@ -78,7 +79,7 @@ class PickleSource(Source):
     def local_path(self) -> Path | None:
         return self._folder
 
-    def write_shard(self, shard: Shard, target: Path, on_bytes: OnBytes, stop: threading.Event) -> str:
+    def write_shard(self, shard: Shard, target: Path, on_bytes: OnBytes, stop: threading.Event) -> Hash:
         with ShardWriter(target, shard.tensors, on_bytes) as writer:
             loaded, since = self._load(shard.name), 0
             for tensor in shard.tensors:
@@ -89,7 +90,7 @@ class PickleSource(Source):
                     loaded, since = self._load(shard.name), 0
                 writer.write(tensor.name, tensor_blocks(loaded[tensor.name]))
                 since += tensor.num_bytes
-        return writer.digest
+        return lambda: writer.digest
 
     def write_small_files(self, out: Path) -> None:
         copy_small_files(self._folder, out)

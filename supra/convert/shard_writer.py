@@ -1,4 +1,4 @@
-"""Streaming writer of one safetensors file, and the copy of one, both hashing as they go.
+"""Streaming writer of one safetensors file, the copy of one, and their hashes.
 
 Notable: nothing larger than one block is held in memory.
 """
@@ -28,6 +28,7 @@ COPY_BYTES = 16 << 20
 NOT_IN_KERNEL = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF)
 BLOCK_BYTES = 512 << 10  # stays in the processor's own cache between reading, hashing and writing
 OnBytes = Callable[[int], None]
+Hash = Callable[[], str]  # gives the hash of a file's bytes, reading them if need be
 
 
 class CancelledError(Exception):
@@ -98,11 +99,12 @@ class ShardWriter:
         return self._hash.hexdigest()
 
 
-def copy_file(source: Path, target: Path, on_bytes: OnBytes, stop: threading.Event) -> str:
-    """Copy a file byte for byte and return the hash of the source's bytes; CancelledError once `stop` is set.
+def copy_file(source: Path, target: Path, on_bytes: OnBytes, stop: threading.Event) -> Hash:
+    """Copy a file byte for byte; CancelledError once `stop` is set.
 
-    The kernel copies, as for `cp`; the hash is taken in a pass of its own afterwards, from the page cache: turning
-    from one to the other every few megabytes took twice as long (docs/LOG.md).
+    The kernel copies, as for `cp`. What is returned reads the source again, from the page cache, to hash it: meant
+    to be called once all files are copied, for turning from one to the other took up to twice as long
+    (docs/LOG.md). Where the kernel does not copy, the bytes pass through this process and are hashed there.
     """
     with source.open("rb", buffering=0) as reader, target.open("wb", buffering=0) as writer:
         size, in_kernel = os.fstat(reader.fileno()).st_size, hasattr(os, "copy_file_range")
@@ -111,12 +113,14 @@ def copy_file(source: Path, target: Path, on_bytes: OnBytes, stop: threading.Eve
                 raise CancelledError
             if not in_kernel:
                 break
-            in_kernel = _copy_in_kernel(
-                reader.fileno(), writer.fileno(), start, min(start + COPY_BYTES, size)
-            )
-        if not in_kernel:
-            return _copy_by_hand(reader, writer, source, size, on_bytes, stop)
-    return hash_file(source, on_bytes, stop)
+            end = min(start + COPY_BYTES, size)
+            in_kernel = _copy_in_kernel(reader.fileno(), writer.fileno(), start, end)
+            if in_kernel:
+                on_bytes(end - start)
+        if in_kernel:
+            return lambda: hash_file(source, lambda _: None, stop)
+        digest = _copy_by_hand(reader, writer, source, size, on_bytes, stop)
+        return lambda: digest
 
 
 def _copy_by_hand(

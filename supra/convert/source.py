@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from supra.convert.headers import INDEX_NAME, TensorInfo, index_map, read_header, read_json, shard_names
-from supra.convert.shard_writer import OnBytes, copy_file
+from supra.convert.shard_writer import Hash, OnBytes, copy_file
 from supra.errors import UserError
 
 # What travels with the weights; never code.
@@ -63,8 +63,8 @@ class Source(ABC):
         """Bring the weights onto this machine."""
 
     @abstractmethod
-    def write_shard(self, shard: Shard, target: Path, on_bytes: OnBytes, stop: threading.Event) -> str:
-        """Write one weight file as safetensors and return the hash of its bytes."""
+    def write_shard(self, shard: Shard, target: Path, on_bytes: OnBytes, stop: threading.Event) -> Hash:
+        """Write one weight file as safetensors and return what gives the hash of its bytes."""
 
     @abstractmethod
     def write_small_files(self, out: Path) -> None:
@@ -101,7 +101,7 @@ class FolderSource(Source):
     def local_path(self) -> Path | None:
         return self._folder
 
-    def write_shard(self, shard: Shard, target: Path, on_bytes: OnBytes, stop: threading.Event) -> str:
+    def write_shard(self, shard: Shard, target: Path, on_bytes: OnBytes, stop: threading.Event) -> Hash:
         return copy_file(self._folder / shard.name, target, on_bytes, stop)
 
     def write_small_files(self, out: Path) -> None:

@@ -127,19 +127,23 @@ def file_names(plan: Plan) -> list[str]:
 
 
 def write_weights(plan: Plan, partial: Path, seed: int, progress: Progress | None) -> dict[str, str]:
-    """Write all weight files and the index, copying while new tensors are made; return each file's hash."""
+    """Write all weight files and the index, copying while new tensors are made; return each file's hash.
+
+    All is copied first and hashed afterwards.
+    """
     names, total = file_names(plan), plan.disk_bytes
     meter, stop = Meter(progress, "writing", total), threading.Event()
     pool = ThreadPoolExecutor(COPY_THREADS)
     try:
-        copies = {
-            name: pool.submit(plan.source.write_shard, shard, partial / name, meter.add, stop)
+        copies = [
+            (name, pool.submit(plan.source.write_shard, shard, partial / name, meter.add, stop))
             for shard, name in zip(plan.source.shards, names, strict=False)
-        }
+        ]
         hashes = {}
         if plan.new:
             hashes[names[-1]] = write_new_tensors(plan, partial / names[-1], seed, meter)
-        hashes |= {name: copy.result() for name, copy in copies.items()}
+        hashings = [(name, pool.submit(copy.result())) for name, copy in copies]
+        hashes |= {name: hashing.result() for name, hashing in hashings}
     finally:
         stop.set()
         pool.shutdown(wait=True, cancel_futures=True)

@@ -243,7 +243,7 @@ def test_shard_writer_writes_what_safetensors_reads(tensors: dict[str, Any]) -> 
             (t.name, t.dtype, t.shape) for t in infos
         }
         stop = threading.Event()
-        copied = copy_file(path, Path(folder) / "y", lambda _: None, stop)
+        copied = copy_file(path, Path(folder) / "y", lambda _: None, stop)()
         assert copied == writer.digest == hash_file(path, lambda _: None, stop)
 
 
@@ -261,7 +261,7 @@ def test_files_are_copied_where_the_kernel_does_not_do_it(
         monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
     (tmp_path / "a").write_bytes(os.urandom(2500))
     counts: list[int] = []
-    digest = copy_file(tmp_path / "a", tmp_path / "b", counts.append, threading.Event())
+    digest = copy_file(tmp_path / "a", tmp_path / "b", counts.append, threading.Event())()
     assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
     assert sum(counts) == 2500
     assert digest == hash_file(tmp_path / "b", lambda _: None, threading.Event())
