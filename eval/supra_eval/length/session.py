@@ -1,0 +1,230 @@
+"""One model after the other: which are read, what is reused of an earlier run, and what became of a failed part."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from supra.checks import require_model_folder
+from supra.errors import SupraError, UserError
+from supra_eval.contenders import Contender, contender_names, contenders, fingerprint
+from supra_eval.results import RESULTS_NAME, Curve, EvalRun, Grid, Score, read_run
+
+from .rope import scaled_rope, scaled_rope_parameters
+
+Say = Callable[[str], None]
+Part = Score | Curve | Grid
+ROPE_MODEL = "teacher_rope"
+TOKENS = "context (tokens)"
+# Settings that are found while measuring; the others decide the numbers.
+FOUND = ("fingerprints", "decay_horizon_tokens")
+
+
+def require_contexts(contexts: Sequence[int]) -> list[int]:
+    """The contexts, each once, rising.
+
+    Raises:
+        UserError: there is none, or one is below 2 tokens.
+    """
+    if not contexts:
+        raise UserError("--contexts", "is empty", "Give at least one context in tokens")
+    if min(contexts) < 2:
+        raise UserError(
+            f"--contexts {min(contexts)}", "has no token to score", "Use contexts of at least 2 tokens"
+        )
+    return sorted(set(contexts))
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The models to be read, and how; `rope` scales the teacher's positions up to `longest` tokens."""
+
+    model: Path
+    teacher: Path | None
+    rope: str
+    longest: int
+    ablations: bool
+    device: str
+    dtype: str
+    backend: str
+
+    def __post_init__(self) -> None:
+        """UserError unless both are model folders."""
+        for folder in (self.model, self.teacher):
+            if folder is not None:
+                require_model_folder(folder)
+
+    def rope_factor(self) -> float | None:
+        """κ = longest / trained context of the scaled teacher, None where there is none to be read.
+
+        Raises:
+            UserError: an unknown scaling, or a teacher that comes with its own.
+        """
+        if self.teacher is None or self.rope == "none":
+            return None
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self.teacher, local_files_only=True)
+        factor = self.longest / int(config.max_position_embeddings)
+        scaled_rope_parameters(config, self.rope, factor)
+        return factor if factor > 1 else None
+
+    def names(self) -> list[str]:
+        """Names of the models, in the order in which they are read."""
+        names = list(contender_names(self.model, self.teacher, ablations=self.ablations))
+        return [names[0], ROPE_MODEL, *names[1:]] if self.rope_factor() else names
+
+    def load(self, say: Say) -> Iterator[Contender]:
+        """Yield each model ready to run; the scaled teacher is the teacher itself with other positions."""
+        factor = self.rope_factor()
+        if self.teacher is not None and self.rope != "none" and factor is None:
+            say(f"{ROPE_MODEL}: left out, the teacher was trained at {self.longest} tokens or more")
+        wanted = contender_names(self.model, self.teacher, ablations=self.ablations)
+        for contender in contenders(
+            self.model, self.teacher, wanted,
+            device=self.device, dtype=self.dtype, backend=self.backend, say=say,
+        ):  # fmt: skip
+            yield contender
+            if contender.name == "teacher" and factor is not None:
+                with scaled_rope(contender.model, self.rope, factor):
+                    how = f"{contender.runs_on} · rope {self.rope} x{factor:g}"
+                    say(f"{ROPE_MODEL}: {how}")
+                    digest = fingerprint(contender.model, ROPE_MODEL)
+                    yield Contender(ROPE_MODEL, contender.model, contender.tokenizer, digest, how)
+
+
+@dataclass
+class Session:
+    """A run being measured; with `out`, its results.json is written after each model and taken up again.
+
+    Raises:
+        UserError: `out` holds results of another evaluation.
+    """
+
+    run: EvalRun
+    out: Path | None
+    say: Say
+    _start: float = field(default_factory=time.perf_counter)
+    _earlier_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in FOUND:
+            self.run.settings.setdefault(name, {})
+        if self.out is None or not (self.out / RESULTS_NAME).is_file():
+            return
+        earlier = read_run(self.out)
+        mine, theirs = _decisive(self.run), _decisive(earlier)
+        differing = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+        if differing:
+            raise UserError(
+                str(self.out),
+                f"holds results that were measured with another {', another '.join(differing)}",
+                "Choose another folder with -o, or remove its results.json",
+            )
+        self.run.scores, self.run.curves, self.run.grids = earlier.scores, earlier.curves, earlier.grids
+        self.run.failures, self.run.runs_on = earlier.failures, earlier.runs_on
+        self._earlier_seconds = earlier.seconds
+        for name in FOUND:
+            self.run.settings[name] = earlier.settings[name]
+
+    def measure(self, readers: Readers, work: Callable[[Contender], None]) -> EvalRun:
+        """Do `work` on every model that has no whole result yet, and return the run."""
+        names = readers.names()
+        for contender in readers.load(self.say):
+            known = self.run.settings["fingerprints"].get(contender.name) == contender.fingerprint
+            if known and not self._failed(contender.name):
+                self.say(f"{contender.name}: measured before")
+                continue
+            self._forget(contender.name)
+            self.run.runs_on[contender.name] = contender.runs_on
+            work(contender)
+            self.run.settings["fingerprints"][contender.name] = contender.fingerprint
+            self._order(names)
+            self._write()
+            release()
+        self._write()
+        return self.run
+
+    def attempt(
+        self, contender: Contender, part: str, work: Callable[..., Sequence[Part]], *args: Any
+    ) -> None:
+        """Keep what work(*args) measured, or, where it fails, why; the other parts go on."""
+        self.say(f"{contender.name}: {part}")
+        try:
+            self.keep(work(*args))
+        except (SupraError, RuntimeError, MemoryError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self.run.failures[f"{contender.name}: {part}"] = reason
+            self.say(f"{contender.name}: {part} failed: {reason}")
+        release()
+
+    def keep(self, parts: Sequence[Part]) -> None:
+        """Sort scores, curves and grids into the run."""
+        for part in parts:
+            if isinstance(part, Score):
+                self.run.scores.append(part)
+            elif isinstance(part, Curve):
+                self.run.curves.append(part)
+            else:
+                self.run.grids.append(part)
+
+    def keep_curve(self, name: str, task: str, metric: str, title: str) -> dict[int, float]:
+        """Keep a model's scores of one task as a curve by context, and return context -> value; none, no curve."""
+        wanted = (task, name, metric)
+        scores = [part for part in self.run.scores if (part.task, part.model, part.metric) == wanted]
+        points = {part.context_tokens: part for part in scores if part.context_tokens is not None}
+        if points:
+            errors = known_errors([part.stderr for part in points.values()])
+            values = [part.value for part in points.values()]
+            self.keep([Curve(title, name, TOKENS, metric, [float(x) for x in points], values, errors)])
+        return {context: part.value for context, part in points.items()}
+
+    def _failed(self, name: str) -> bool:
+        return any(part.startswith(f"{name}: ") for part in self.run.failures)
+
+    def _forget(self, name: str) -> None:
+        self.run.scores = [part for part in self.run.scores if part.model != name]
+        self.run.curves = [part for part in self.run.curves if part.model != name]
+        self.run.grids = [part for part in self.run.grids if part.model != name]
+        failures = self.run.failures.items()
+        self.run.failures = {part: why for part, why in failures if not part.startswith(f"{name}: ")}
+        for found in FOUND:
+            self.run.settings[found].pop(name, None)
+
+    def _order(self, names: Sequence[str]) -> None:
+        for parts in (self.run.scores, self.run.curves, self.run.grids):
+            parts.sort(key=lambda part: names.index(part.model) if part.model in names else len(names))  # type: ignore[attr-defined]
+
+    def _write(self) -> None:
+        self.run.seconds = self._earlier_seconds + time.perf_counter() - self._start
+        if self.out is not None:
+            self.run.write(self.out)
+
+
+def known_errors(stderr: Sequence[float | None]) -> list[float] | None:
+    """Standard errors of a curve's points, not a number where a point has none; None if none has one."""
+    known = [math.nan if error is None else error for error in stderr]
+    return None if all(map(math.isnan, known)) else known
+
+
+def release() -> None:
+    """Give back what a part held, so that the next one is neither short of memory nor charged for it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _decisive(run: EvalRun) -> dict[str, Any]:
+    """What two runs must share for the one to go on from the other, as JSON would give it back."""
+    settings = {name: value for name, value in run.settings.items() if name not in FOUND}
+    everything = {**settings, "kind": run.kind, "seed": run.seed, "versions": run.versions}
+    decisive: dict[str, Any] = json.loads(json.dumps(everything))
+    return decisive
