@@ -1,0 +1,68 @@
+"""`supra report`: the results of several evaluation runs on one HTML page and one Markdown page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from supra.errors import SupraError, UserError
+from supra.train.run_folder import write_whole
+
+from .page_html import render_html
+from .page_markdown import render_markdown
+from .page_read import read_any
+from .page_view import make_page
+from .results import EvalRun
+
+__all__ = ["PagePaths", "read_any", "write_page"]
+
+# Not `report`: the demo keeps a report.md of its own in its folder.
+NAME = "comparison"
+
+
+@dataclass(frozen=True)
+class PagePaths:
+    """The two pages that were written."""
+
+    html: Path
+    markdown: Path
+
+
+def write_page(runs: Sequence[tuple[Path, EvalRun]], folder: Path, title: str | None = None) -> PagePaths:
+    """Write comparison.html, comparison.md and the latter's figures (PNG) into `folder`, each beside, then renamed.
+
+    `runs` are results and where they were read from; the later of two results for the same thing is shown.
+
+    Raises:
+        UserError: there is no run.
+        SupraError: a file cannot be written, or there are curves and matplotlib is not installed.
+    """
+    if not runs:
+        raise UserError(
+            "the page", "has no run to show", "Name at least one folder that `supra eval -o` wrote"
+        )
+    page = make_page(runs, title)
+    figures = [figure for section in page.sections for figure in section.figures]
+    names = {figure.slug: f"{NAME}-{figure.slug}.png" for figure in figures}
+    paths = PagePaths(folder / f"{NAME}.html", folder / f"{NAME}.md")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for figure in figures:
+            _write_bytes(folder / names[figure.slug], figure.png)
+        write_whole(paths.markdown, render_markdown(page, names))
+        write_whole(paths.html, render_html(page))
+    except OSError as error:
+        raise SupraError(
+            str(error.filename or folder),
+            f"cannot be written ({error.strerror or error})",
+            "Choose another place with -o",
+        ) from error
+    return paths
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    beside = path.with_name(f".{path.name}.partial")
+    beside.write_bytes(content)
+    os.replace(beside, path)
