@@ -177,16 +177,25 @@ def test_all_of_mmlu_with_its_groups() -> None:
 def test_every_other_task_runs_through_lm_eval() -> None:
     names = [name for name in TASKS if name not in ("mmlu_anatomy", "gsm8k")]
     entries = [*resolve(names), *asked("gsm8k", 0)]
-    loaded = task_dict(entries, "packages")
-    results = evaluate(
-        lm=DummyLM(), task_dict=loaded, samples=spread_samples(loaded, entries, 2), bootstrap_iters=0
-    )
+    results = evaluate(lm=DummyLM(), task_dict=task_dict(entries, "packages"), limit=2, bootstrap_iters=0)
     for entry in entries:
         row = results["results"][entry.task]
         assert row["sample_len"] == 2
         assert 0 <= row[entry.key_in(row)] <= 1
-        documents = TASKS[entry.task][0]
-        assert [sample["doc_id"] for sample in results["samples"][entry.task][:2]] == [0, documents // 2]
+        assert results["n-samples"][entry.task] == {"original": TASKS[entry.task][0], "effective": 2}
+
+
+@needs_wheel
+def test_spread_samples_are_the_ones_scored() -> None:
+    entries = [replace(asked("copa")[0], max_documents=4), *asked("mmlu_anatomy")]
+    loaded = task_dict(entries, "packages")
+    samples = spread_samples(loaded, entries)
+    assert samples == {"copa": [0, 25, 50, 75]}
+    results = evaluate(lm=DummyLM(), task_dict=loaded, samples=samples, bootstrap_iters=0)
+    assert [sample["doc_id"] for sample in results["samples"]["copa"]] == [0, 25, 50, 75]
+    assert results["results"]["mmlu_anatomy"]["sample_len"] == 135
+    both = spread_samples(loaded, entries, 2)
+    assert both == {"copa": [0, 50], "mmlu_anatomy": [0, 67]}
 
 
 @needs_wheel
