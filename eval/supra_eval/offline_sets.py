@@ -277,7 +277,9 @@ class Folder:
     def refusal(self, task: str, path: str | None, name: str | None) -> UserError:
         """Says that `task` has no data here, and what to do."""
         if path is None:
-            return UserError(f"task {task}", "finds its rows with code or options of its own", "Give --data hub")
+            return UserError(
+                f"task {task}", "finds its rows with code or options of its own", "Give --data hub"
+            )
         folder, shown = self._folder(path, name), f"'{path}'" + (f", '{name}'" if name else "")
         return UserError(
             f"task {task}",
