@@ -18,8 +18,7 @@ from .results import EvalRun
 
 __all__ = ["PagePaths", "read_any", "write_page"]
 
-# Not `report`: the demo keeps a report.md of its own in its folder.
-NAME = "comparison"
+NAME = "report"
 
 
 @dataclass(frozen=True)
@@ -31,28 +30,32 @@ class PagePaths:
 
 
 def write_page(runs: Sequence[tuple[Path, EvalRun]], folder: Path, title: str | None = None) -> PagePaths:
-    """Write comparison.html, comparison.md and the latter's figures (PNG) into `folder`, each beside, then renamed.
+    """Write report.html, report.md and the latter's figures (PNG) into `folder`, each beside, then renamed.
 
     `runs` are results and where they were read from; the later of two results for the same thing is shown.
 
     Raises:
-        UserError: there is no run.
+        UserError: there is no run, or `folder` holds a report.md that was not written here (a demo's).
         SupraError: a file cannot be written, or there are curves and matplotlib is not installed.
     """
     if not runs:
         raise UserError(
             "the page", "has no run to show", "Name at least one folder that `supra eval -o` wrote"
         )
+    paths = PagePaths(folder / f"{NAME}.html", folder / f"{NAME}.md")
+    if paths.markdown.exists() and not paths.html.exists():
+        raise UserError(
+            str(paths.markdown), "is there already, and not this page's", "Choose another place with -o"
+        )
     page = make_page(runs, title)
     figures = [figure for section in page.sections for figure in section.figures]
     names = {figure.slug: f"{NAME}-{figure.slug}.png" for figure in figures}
-    paths = PagePaths(folder / f"{NAME}.html", folder / f"{NAME}.md")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for figure in figures:
             _write_bytes(folder / names[figure.slug], figure.png)
-        write_whole(paths.markdown, render_markdown(page, names))
         write_whole(paths.html, render_html(page))
+        write_whole(paths.markdown, render_markdown(page, names))
     except OSError as error:
         raise SupraError(
             str(error.filename or folder),

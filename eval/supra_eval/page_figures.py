@@ -22,12 +22,13 @@ from .results import Curve, Grid
 INK = "#010203"  # becomes `currentColor`, so that it is light on a dark page
 COLOURS = {
     "teacher": "#8a8f98",
+    "teacher_rope": "#0891b2",
     "student": "#d9480f",
     "window_only": "#3b82f6",
     "linear_only": "#16a34a",
     "untrained": "#a855f7",
 }
-FURTHER_COLOURS = ("#d97706", "#0891b2", "#db2777", "#65a30d", "#6366f1", "#b45309")
+FURTHER_COLOURS = ("#d97706", "#db2777", "#65a30d", "#6366f1", "#b45309")
 MARKERS = "osD^vPX*<>"
 LOG_FACTOR = 50  # y is logarithmic where its values span more than this
 _WIDTH, _HEIGHT, _LEGEND_LINE, _DPI = 5.0, 3.6, 0.3, 144

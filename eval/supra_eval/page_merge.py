@@ -83,7 +83,12 @@ def merge(runs: Sequence[tuple[Path, EvalRun]]) -> Merged:
 
 def column_of(run: EvalRun, role: str) -> Column:
     """The model that `run` calls `role`: a teacher is known by the teacher's folder, all others by the student's."""
-    return Column(role, str(PurePath((run.teacher or "") if role == "teacher" else run.model)))
+    return Column(role, str(PurePath((run.teacher or "") if is_teacher(role) else run.model)))
+
+
+def is_teacher(role: str) -> bool:
+    """Whether a model is the teacher, as it is or changed (`teacher_rope`: with scaled positions)."""
+    return role == "teacher" or role.startswith("teacher_")
 
 
 def teacher_of(student: Column, runs: Sequence[EvalRun]) -> Column | None:
@@ -129,14 +134,16 @@ def _put(group: Group, place: dict[Column, Any], column: Column, what: str, part
 def _labels(runs: list[EvalRun]) -> dict[Column, str]:
     """Names of all models: their role, and the folder's name where two folders have that role."""
     columns = list(dict.fromkeys(column_of(run, model) for run in runs for model in run.models()))
-    order = [*ALL, *dict.fromkeys(column.role for column in columns)]
+    roles = dict.fromkeys(["teacher", *(c.role for c in columns if is_teacher(c.role)), *ALL])
+    order = list(roles | dict.fromkeys(column.role for column in columns))
     columns.sort(key=lambda column: order.index(column.role))  # stable: runs stay in the arguments' order
     students = short_names([str(PurePath(run.model)) for run in runs])
-    teachers = short_names([column.folder for column in columns if column.role == "teacher"])
+    teachers = short_names([column.folder for column in columns if is_teacher(column.role)])
     labels = {}
     for column in columns:
-        if column.role == "teacher":
-            labels[column] = "teacher" if len(teachers) == 1 else f"teacher {teachers[column.folder]}"
+        if is_teacher(column.role):
+            name = teachers[column.folder]
+            labels[column] = column.role if len(teachers) == 1 else f"{column.role} {name}"
         elif len(students) == 1:
             labels[column] = column.role
         else:

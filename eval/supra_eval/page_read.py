@@ -41,17 +41,22 @@ def read_any(path: Path) -> EvalRun:
 
 
 def demo_run(results: dict[str, Any], folder: Path) -> EvalRun:
-    """What `supra demo` measured, as an evaluation: `final` is the student, a stage's name what it was after it."""
-    texts, names = ", ".join(results["heldout"]), {"final": "student"}
+    """What `supra demo` measured, as an evaluation: `final` is the student, a stage's name what it was after it.
+
+    Raises:
+        KeyError, TypeError, ValueError: results of another form.
+    """
+    names, block_tokens = {"final": "student"}, results["eval_length"]
+    num_blocks = results["scored_tokens"] // (block_tokens - 1)  # a block's first token is not scored
     scores = []
     for name, perplexity in results["perplexity"].items():
         error = results["nll_stderr"][name]
         loss = math.log(perplexity)
-        for metric, value, scale in (("perplexity", perplexity, perplexity), ("nll", loss, 1.0)):
+        for metric, value, scale in (("perplexity", perplexity, perplexity), ("loss", loss, 1.0)):
             scores.append(
-                Score(texts, metric, names.get(name, name), value,
+                Score("heldout_text", metric, names.get(name, name), value,
                       None if error is None else error * scale,  # d exp(nll) = exp(nll) d nll
-                      results["scored_tokens"], results["eval_length"], higher_is_better=False)
+                      num_blocks, block_tokens, higher_is_better=False)
             )  # fmt: skip
     curves = [
         Curve(title, model, "context (tokens)", label, [float(x) for x in points], [y / unit for y in points.values()])
@@ -62,13 +67,18 @@ def demo_run(results: dict[str, Any], folder: Path) -> EvalRun:
         for model, points in results[key].items()
     ]  # fmt: skip
     recipe = {"name": results["recipe"], "seed": results["seed"], "conversion": results["conversion"]}
-    measured = {"tokens_trained", "train_s", "peak_bytes", "scored_tokens", "eval_length"}
+    settings = {
+        "block_tokens": block_tokens,
+        "scored_tokens": results["scored_tokens"],
+        "texts": results["heldout"],
+    }
+    settings |= {name: results[name] for name in ("tokens_trained", "train_s", "peak_bytes")}
     return EvalRun(
         kind="perplexity",
         model=str(folder),
         teacher=results["teacher_name"],
         seed=results["seed"],
-        settings={name: results[name] for name in sorted(measured)},
+        settings=settings,
         runs_on={score.model: results["runs_on"] for score in scores},
         scores=scores,
         curves=curves,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from .page_merge import Column, Group, Merged, RowKey, columns_of, teacher_of
+from .page_merge import Column, Group, Merged, RowKey, columns_of, is_teacher, teacher_of
 from .results import Score
 
 NONE = "–"
@@ -66,15 +66,20 @@ class Table:
 
 @dataclass(frozen=True)
 class Unit:
-    """How one metric is written: `value × scale` with `decimals` places."""
+    """How one metric is written: `value × scale` with `decimals` places, and `missing` where it is not finite.
+
+    `is_cost` says that it measures what a model takes, not how good it is: there is no recovery of a cost.
+    """
 
     suffix: str
     scale: float
     decimals: int
+    missing: str = NOT_FINITE
+    is_cost: bool = False
 
     def show(self, value: float) -> str:
         """The number as it stands in a table."""
-        return f"{value * self.scale:,.{self.decimals}f}" if math.isfinite(value) else NOT_FINITE
+        return f"{value * self.scale:,.{self.decimals}f}" if math.isfinite(value) else self.missing
 
 
 def unit_of(kind: str, metric: str) -> Unit:
@@ -82,7 +87,8 @@ def unit_of(kind: str, metric: str) -> Unit:
 
     SCROLLS scores come × 100 already: one decimal. Accuracies, exact matches, F1 and what is called a rate or a
     fraction lie between 0 and 1: shown × 100 with one decimal, and `%` behind the metric's name. Losses: four
-    decimals. All else (perplexities, times): as it is, with two. A filter behind a comma (`acc,none`) is not looked at.
+    decimals. Bytes: in MB. Lengths in tokens: whole, or `none` where no context was short enough. All else
+    (perplexities): as it is, with two. A filter behind a comma (`acc,none`) is not looked at.
     """
     name = metric.split(",")[0].lower()
     if kind == "scrolls":
@@ -95,6 +101,10 @@ def unit_of(kind: str, metric: str) -> Unit:
         return Unit(" %", 100.0, 1)
     if name.startswith(("nll", "bits")) or name.endswith(("loss", "nll")):
         return Unit("", 1.0, 4)
+    if name.endswith("_bytes"):
+        return Unit(" in MB", 1e-6, 1, is_cost=True)
+    if name.endswith("_length"):
+        return Unit(" in tokens", 1.0, 0, missing="none")
     return Unit("", 1.0, 2)
 
 
@@ -165,7 +175,9 @@ def _row(
         error = unit.show(score.stderr) if known and score.stderr is not None else ""
         cells.append(Cell(unit.show(score.value), error, column in best))
     shares = [
-        show_recovery(scores[student], scores[teacher]) if student in scores and teacher in scores else NONE
+        show_recovery(scores[student], scores[teacher])
+        if student in scores and teacher in scores and not unit.is_cost
+        else NONE
         for student, teacher in students
     ]
     chances = {unit.show(score.chance) for score in scores.values() if score.chance is not None}
@@ -185,7 +197,7 @@ def _row(
 
 def _best(unit: Unit, scores: dict[Column, Score], higher: bool) -> set[Column]:
     """The best models but for the teacher, by the number as shown; none where only one has a number."""
-    rivals = {c: s.value for c, s in scores.items() if c.role != "teacher" and math.isfinite(s.value)}
+    rivals = {c: s.value for c, s in scores.items() if not is_teacher(c.role) and math.isfinite(s.value)}
     if len(rivals) < 2:
         return set()
     top = unit.show(max(rivals.values()) if higher else min(rivals.values()))
@@ -198,13 +210,13 @@ def _averages(
 ) -> tuple[list[Row], list[str]]:  # fmt: skip
     """One row of means per metric and context, or per context alone where no task has two metrics.
 
-    Only scores out of 100 are averaged: a mean of perplexities or times of different texts means nothing.
+    Only scores out of 100 are averaged: a mean of perplexities or costs of different texts means nothing. SCROLLS
+    brings a mean of its own, which needs all seven tasks.
     """
     wanted = [
         key
         for key, scores in measured.items()
-        if (kind == "scrolls" or unit_of(kind, key[1]).scale == 100.0)
-        and all(score.higher_is_better for score in scores.values())
+        if unit_of(kind, key[1]).scale == 100.0 and all(score.higher_is_better for score in scores.values())
     ]
     single = len({(task, context) for task, _, context in wanted}) == len(wanted)
     groups: dict[tuple[str | None, int | None], list[RowKey]] = {}
