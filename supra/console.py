@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, chatter on stderr."""
+"""What commands share: their common options, results on stdout, chatter on stderr."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda[:N].")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Backend = Annotated[str, typer.Option(help="Kernel backend: auto, torch or reference.")]
+Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.", min=0)]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON on stdout.")]
+
+
+def set_threads(threads: int) -> None:
+    """Fix torch's thread count before any work."""
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)
 
 
 def say(text: str) -> None:

@@ -61,7 +61,7 @@ class SupraLM(HFLM):
         )
         limits = Limits(size, int(batch_tokens), int(chunk_tokens))
         self.scorer = Scorer(self.model, limits, share=share_prefixes)
-        self._on_tokens = on_tokens
+        self.on_tokens = on_tokens
 
     def _loglikelihood_tokens(
         self,
@@ -72,7 +72,7 @@ class SupraLM(HFLM):
         """(log-likelihood, is greedy) of each (texts, context tokens, continuation tokens), in the given order."""
         plan = [self._request(context, continuation) for _, context, continuation in requests]
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        for outcome in self.scorer.score(plan, self._on_tokens):
+        for outcome in self.scorer.score(plan, self.on_tokens):
             results[outcome.request] = (outcome.log_likelihood, outcome.is_greedy)
             texts = requests[outcome.request][0]
             if texts is not None:  # rolling windows are cached whole by lm-eval

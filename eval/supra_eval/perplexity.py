@@ -1,4 +1,4 @@
-"""Perplexity on held-out text: the student, its ablations and its teacher on the same tokens.
+"""Perplexity on held-out text: the student, its ablations, its untrained conversion and its teacher on the same tokens.
 
 Protocol: each text is cut into blocks of `length` tokens, spread evenly over the text; every block is read from an
 empty state and its first token is not scored. Perplexity = exp(mean negative log-likelihood per scored token).
@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from torch import Tensor
 
 from supra.config import Data
 from supra.errors import SupraError, UserError
-from supra.loading import Loaded, load_model, load_tokenizer
+from supra.loading import load_tokenizer
 from supra.models import SupraForCausalLM
 from supra.train.sources import find_sources, read_documents
+from supra_eval.contenders import ABLATIONS, contender_names, contenders
+from supra_eval.results import EvalRun, Score
 
 # Rows of logits made at a time: 256 x 128k vocabulary in fp32 is 131 MB.
 HEAD_TOKENS = 256
@@ -37,46 +39,6 @@ class Perplexity:
     nll_stderr: float
     scored_tokens: int
     seconds: float
-
-
-@dataclass
-class PerplexityTable:
-    """What `supra eval` prints."""
-
-    length: int
-    sources: list[str]
-    runs_on: str
-    rows: dict[str, Perplexity] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """All of it, with ratios to the teacher where there is one."""
-        rows = {
-            name: {**asdict(row), "ratio_to_teacher": self.ratio(name)} for name, row in self.rows.items()
-        }
-        return json.dumps(
-            {"length": self.length, "sources": self.sources, "runs_on": self.runs_on, "rows": rows}, indent=2
-        )
-
-    def ratio(self, name: str) -> float | None:
-        """Perplexity over the teacher's."""
-        teacher = self.rows.get("teacher")
-        return None if teacher is None else self.rows[name].perplexity / teacher.perplexity
-
-    def render(self) -> object:
-        """A table for a terminal."""
-        from rich.table import Table
-
-        scored = next(iter(self.rows.values())).scored_tokens
-        table = Table(
-            "model", "perplexity", "x teacher", "loss ± stderr",
-            title=f"{scored} tokens in blocks of {self.length} · {', '.join(self.sources)}",
-            caption=self.runs_on,
-        )  # fmt: skip
-        for name, row in self.rows.items():
-            ratio = self.ratio(name)
-            shown = "–" if ratio is None else f"{ratio:.3f}"
-            table.add_row(name, f"{row.perplexity:.2f}", shown, f"{row.nll:.4f} ± {row.nll_stderr:.4f}")
-        return table
 
 
 def read_blocks(data: Data, tokenizer: Any, length: int, max_tokens: int) -> tuple[Tensor, list[str]]:
@@ -101,7 +63,7 @@ def read_blocks(data: Data, tokenizer: Any, length: int, max_tokens: int) -> tup
     if not blocks:
         names = ", ".join(source.name for source in sources)
         raise UserError(
-            f"--length {length}", f"is longer than every text ({names})", "Use a smaller --length"
+            f"--block-tokens {length}", f"is longer than every text ({names})", "Use a smaller one"
         )
     return torch.stack(blocks), [source.name for source in sources]
 
@@ -153,58 +115,47 @@ def measure_with_ablations(
     """The model as it is, and where it has a window, the window alone and the linear part alone."""
     rows = {"student": measure(model, blocks, autocast_dtype=autocast_dtype)}
     if isinstance(model, SupraForCausalLM) and model.config.window:
-        for branch in ("window_only", "linear_only"):
-            with model.ablation(branch):
+        for branch in ABLATIONS:
+            with model.ablation(branch):  # type: ignore[arg-type]
                 rows[branch] = measure(model, blocks, autocast_dtype=autocast_dtype)
     return rows
 
 
 def evaluate_folder(
-    model: Path, data: list[str], *, teacher: Path | None, length: int | None, max_tokens: int, ablations: bool,
-    device: str, dtype: str, backend: str, say: Callable[[str], None],
-) -> PerplexityTable:  # fmt: skip
-    """Score a converted model's folder, and its teacher's, on the same held-out blocks.
+    model: Path, data: list[str], *, teacher: Path | None, block_tokens: int | None, max_tokens: int,
+    ablations: bool, device: str, dtype: str, backend: str, say: Callable[[str], None],
+) -> EvalRun:  # fmt: skip
+    """Score a converted model's folder, its teacher and its ablations on the same held-out blocks.
 
     Raises:
         UserError: a folder or text that is not there, or too little text for one block.
     """
-    student = load_model(model, device=device, dtype=dtype, backend=backend)
-    say(student.describe())
-    longest = student.model.config.max_position_embeddings
-    length = min(1024, longest) if length is None else length
+    started = time.monotonic()
+    longest = json.loads((model / "config.json").read_text()).get("max_position_embeddings", 1024)
+    length = min(1024, longest) if block_tokens is None else block_tokens
     if length > longest:
         say(f"warning: blocks of {length} tokens are longer than the {longest} that the teacher was made for")
     try:
         blocks, names = read_blocks(
-            Data(train=tuple(data), unwrap=True), student.tokenizer, length, max_tokens
+            Data(train=tuple(data), unwrap=True), load_tokenizer(model), length, max_tokens
         )
     except UserError as error:
         raise UserError(error.thing.replace("data.train", "--data"), error.reason, error.mend) from None
-    table = PerplexityTable(length, names, student.describe())
-    if teacher is not None:
-        say("scoring the teacher")
-        table.rows["teacher"] = measure(_same_vocabulary(teacher, student, device, dtype, backend), blocks)
-    say("scoring the student" + (" and its ablations" if ablations else ""))
-    table.rows |= (
-        measure_with_ablations(student.model, blocks)
-        if ablations
-        else {"student": measure(student.model, blocks)}
-    )
-    return table
-
-
-def _same_vocabulary(teacher: Path, student: Loaded, device: str, dtype: str, backend: str) -> Any:
-    loaded = load_model(teacher, device=device, dtype=dtype, backend=backend, tokenizer=False)
-    if loaded.model.config.vocab_size != student.model.config.vocab_size:
-        raise UserError(
-            f"--teacher {teacher}",
-            f"has a vocabulary of {loaded.model.config.vocab_size}, the student {student.model.config.vocab_size}",
-            "Give the model that was converted",
-        )
-    if load_tokenizer(teacher).get_vocab() != student.tokenizer.get_vocab():
-        raise UserError(
-            f"--teacher {teacher}",
-            "has another tokenizer than the student",
-            "Give the model that was converted",
-        )
-    return loaded.model
+    settings = {"block_tokens": length, "scored_tokens": blocks.shape[0] * (length - 1), "texts": names}
+    run = EvalRun("perplexity", str(model), None if teacher is None else str(teacher), settings=settings)
+    wanted = contender_names(model, teacher, ablations=ablations)
+    for contender in contenders(model, teacher, wanted, device=device, dtype=dtype, backend=backend, say=say):
+        row = measure(contender.model, blocks)
+        run.runs_on[contender.name] = contender.runs_on
+        for metric, value, stderr in (
+            ("perplexity", row.perplexity, row.perplexity * row.nll_stderr),
+            ("loss", row.nll, row.nll_stderr),
+        ):
+            run.scores.append(
+                Score(
+                    "heldout_text", metric, contender.name, value, stderr if math.isfinite(stderr) else None,
+                    num_samples=blocks.shape[0], context_tokens=length, higher_is_better=False,
+                )
+            )  # fmt: skip
+    run.seconds = time.monotonic() - started
+    return run

@@ -13,6 +13,7 @@ import torch
 from supra.config import Data
 from supra.errors import SupraError, UserError
 from supra.loading import load_model
+from supra_eval.contenders import conversion_seed, fingerprint, untrain
 from supra_eval.perplexity import evaluate_folder, measure, read_blocks
 
 
@@ -40,19 +41,54 @@ def test_blocks_are_spread_over_each_text_and_never_overlap(tmp_path: Path, teac
         read_blocks(data, tokenizer, 2000, 2000)
 
 
-def test_table_holds_teacher_student_and_ablations(
+def test_table_holds_teacher_student_ablations_and_the_untrained_conversion(
     teacher_dir: Path, student_dir: Path, text_file: Path
 ) -> None:
     said: list[str] = []
-    table = evaluate_folder(
-        student_dir, [str(text_file)], teacher=teacher_dir, length=128, max_tokens=512, ablations=True,
-        device="cpu", dtype="float32", backend="auto", say=said.append,
-    )  # fmt: skip
-    rows = json.loads(table.to_json())["rows"]
-    assert list(rows) == ["teacher", "student", "window_only", "linear_only"]
-    assert rows["teacher"]["ratio_to_teacher"] == 1
-    assert len({row["perplexity"] for row in rows.values()}) == 4, "each is a measurement of its own"
+    run = score(
+        student_dir,
+        text_file,
+        teacher=teacher_dir,
+        block_tokens=128,
+        max_tokens=512,
+        ablations=True,
+        say=said.append,
+    )
+    models = ["teacher", "student", "window_only", "linear_only", "untrained"]
+    found = {row.model: row.value for row in run.scores if row.metric == "perplexity"}
+    assert list(found) == models
+    losses = {row.model: row.value for row in run.scores if row.metric == "loss"}
+    assert all(found[name] == pytest.approx(math.exp(losses[name])) for name in models)
+    assert len({found[name] for name in models[:4]}) == 4, "each is a measurement of its own"
+    assert found["untrained"] == found["student"], "nothing was trained"
+    assert all("backend" in where for where in run.runs_on.values())
     assert any("backend torch" in line for line in said)
+    assert json.loads(run.to_json())["settings"]["texts"] == ["book.txt"]
+
+
+def test_the_untrained_conversion_is_that_of_the_teacher(
+    teacher_dir: Path, student_dir: Path, tmp_path: Path
+) -> None:
+    first = load_model(student_dir).model.state_dict()
+    trained = load_model(student_dir).model
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(0.1)
+    untrain(trained, load_model(teacher_dir).model, conversion_seed(student_dir))
+    assert all(torch.equal(tensor, first[name]) for name, tensor in trained.state_dict().items())
+
+
+def test_a_fingerprint_tells_weights_and_ablations_apart(student_dir: Path, teacher_dir: Path) -> None:
+    model = load_model(student_dir).model
+    prints = [
+        fingerprint(model),
+        fingerprint(model, "window_only"),
+        fingerprint(load_model(teacher_dir).model),
+    ]
+    assert fingerprint(load_model(student_dir).model, "student") == prints[0]
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1e-3
+    assert len({*prints, fingerprint(model)}) == 4
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(
@@ -65,16 +101,13 @@ def test_a_teacher_of_another_vocabulary_is_refused(
     )
     LlamaForCausalLM(other).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="vocabulary of 50"):
-        evaluate_folder(
-            student_dir, [str(text_file)], teacher=tmp_path, length=64, max_tokens=64, ablations=False,
-            device="cpu", dtype="float32", backend="auto", say=lambda _: None,
-        )  # fmt: skip
+        score(student_dir, text_file, teacher=tmp_path)
 
 
 def score(student: Path, text: Path, **options):
     fields = {
         "teacher": None,
-        "length": 64,
+        "block_tokens": 64,
         "max_tokens": 64,
         "ablations": False,
         "say": lambda _: None,
@@ -106,9 +139,9 @@ def test_a_loss_that_is_not_finite_is_no_score(teacher_dir: Path, text_file: Pat
 
 def test_blocks_longer_than_the_teachers_context_are_warned_of(student_dir: Path, text_file: Path) -> None:
     said: list[str] = []
-    score(student_dir, text_file, length=600, max_tokens=600, say=said.append)
+    score(student_dir, text_file, block_tokens=600, max_tokens=600, say=said.append)
     assert any("600" in line and "512" in line for line in said)
-    assert score(student_dir, text_file, length=None, max_tokens=600).length == 512
+    assert score(student_dir, text_file, block_tokens=None, max_tokens=600).settings["block_tokens"] == 512
 
 
 @pytest.mark.parametrize(("content", "named"), [(b"", "empty"), (b"\x00\xff\xfe" * 500, "binary")])

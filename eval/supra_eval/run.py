@@ -1,0 +1,170 @@
+"""The kinds of evaluation that `supra eval` offers, behind one signature each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from supra.errors import UserError
+from supra_eval.results import EvalRun
+from supra_eval.tables import describe_settings, render
+
+__all__ = [
+    "EvalRun",
+    "Machine",
+    "describe_settings",
+    "render",
+    "score_length",
+    "score_perplexity",
+    "score_tasks",
+]
+
+Say = Callable[[str], None]
+# What is measured unless asked otherwise; 50 prompts a length is the passkey protocol's own number.
+CONTEXTS = (1024, 2048, 4096, 8192)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+MAX_SEQUENCES, NUM_PROMPTS = 4, 50
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What an evaluation runs on, and the sizes of its batches."""
+
+    device: str = "auto"
+    dtype: str = "float32"
+    backend: str = "auto"
+    batch_size: int = 64
+    batch_tokens: int = 4096
+    chunk_tokens: int = 512
+
+    def where(self) -> dict[str, str]:
+        """Device, dtype and backend as keyword arguments."""
+        return {"device": self.device, "dtype": self.dtype, "backend": self.backend}
+
+
+def score_perplexity(
+    model: Path, teacher: Path | None, data: list[str], *, block_tokens: int | None, max_tokens: int,
+    ablations: bool, machine: Machine, say: Say,
+) -> EvalRun:  # fmt: skip
+    """Perplexity on held-out text."""
+    from supra_eval.perplexity import evaluate_folder
+
+    run = evaluate_folder(
+        model, data, teacher=teacher, block_tokens=block_tokens, max_tokens=max_tokens, ablations=ablations,
+        say=say, **machine.where(),
+    )  # fmt: skip
+    return merged([run])
+
+
+def score_tasks(
+    model: Path, teacher: Path | None, tasks: Sequence[str], data: Sequence[str] | None, *,
+    contexts: Sequence[int], limit: int | None, num_fewshot: int | None, chat: bool, split: str, truncate: str,
+    ablations: bool, seed: int, out: Path | None, machine: Machine, say: Say,
+) -> EvalRun:  # fmt: skip
+    """lm-eval's tasks and SCROLLS, merged into one run where both are asked for.
+
+    Raises:
+        UserError: an unknown task, or more than one place for the data.
+    """
+    if data and len(data) > 1:
+        raise UserError("--data", "is given more than once, and tasks read one place", "Give one")
+    place = data[0] if data else None
+    long = [name for name in tasks if name.startswith(("scrolls", "qasper_yes_no"))]
+    short = [name for name in tasks if name not in long]
+    runs: list[EvalRun] = []
+    if short:
+        from supra_eval.tasks import run_tasks
+
+        runs.append(
+            run_tasks(
+                model, teacher=teacher, tasks=short, data=place, limit=limit, num_fewshot=num_fewshot, chat=chat,
+                out=out, ablations=ablations, seed=seed, say=say, **asdict(machine),
+            )
+        )  # fmt: skip
+    if long:
+        from supra_eval.scrolls import CONTEXTS, run_scrolls
+
+        runs.append(
+            run_scrolls(
+                model, teacher=teacher, tasks=long, data=place or "tau/scrolls", contexts=contexts or CONTEXTS,
+                limit=limit, split=split, truncate=truncate, out=out, ablations=ablations,
+                chunk_tokens=machine.chunk_tokens, seed=seed, say=say, **machine.where(),
+            )
+        )  # fmt: skip
+    return merged(runs)
+
+
+def score_length(
+    model: Path, teacher: Path | None, data: list[str], *, length: bool, recall: Sequence[str],
+    contexts: Sequence[int], rope: str, limit: int | None, ablations: bool, seed: int, out: Path | None,
+    machine: Machine, say: Say,
+) -> EvalRun:  # fmt: skip
+    """Losses, memory and time past the training length, and generated recall tasks; plots in `out/plots`.
+
+    Raises:
+        UserError: no text for the losses, or a task, context, depth or scaling that is wrong.
+    """
+    from supra_eval.length import PROTOCOLS, require_matplotlib, run_length, run_recall, write_plots
+    from supra_eval.length.recall_tasks import TASKS
+
+    if length and not data:
+        raise UserError(
+            "--data", "is missing", "Name the books to read; the longest context must fit in each"
+        )
+    if out is not None:
+        require_matplotlib()
+    common: dict[str, Any] = {
+        "teacher": teacher, "contexts": contexts or CONTEXTS, "rope": rope, "ablations": ablations,
+        "chunk_tokens": machine.chunk_tokens, "seed": seed, "say": say, **machine.where(),
+    }  # fmt: skip
+    runs: list[EvalRun] = []
+    if length:
+        where = None if out is None else out / "length"
+        runs.append(
+            run_length(
+                model,
+                data=data,
+                protocols=PROTOCOLS,
+                max_sequences=limit or MAX_SEQUENCES,
+                out=where,
+                **common,
+            )
+        )
+    if recall:
+        names = tuple(TASKS) if "all" in recall else tuple(recall)
+        where = None if out is None else out / "recall"
+        runs.append(
+            run_recall(
+                model,
+                tasks=names,
+                depths=DEPTHS,
+                num_samples=limit or NUM_PROMPTS,
+                data=data,
+                out=where,
+                **common,
+            )
+        )
+    run = merged(runs)
+    if out is not None:
+        for path in write_plots(run, out / "plots"):
+            say(f"wrote {path}")
+    return run
+
+
+def merged(runs: Sequence[EvalRun]) -> EvalRun:
+    """Runs of the same model as one, with the model's recipe; the settings of several are kept apart by kind."""
+    first = runs[0]
+    recipe = Path(first.model) / "recipe.yaml"
+    return EvalRun(
+        kind=first.kind, model=first.model, teacher=first.teacher, seed=first.seed,
+        settings=first.settings if len(runs) == 1 else {run.kind: run.settings for run in runs},
+        runs_on={name: where for run in runs for name, where in run.runs_on.items()},
+        scores=[score for run in runs for score in run.scores],
+        curves=[curve for run in runs for curve in run.curves],
+        grids=[grid for run in runs for grid in run.grids],
+        failures={task: reason for run in runs for task, reason in run.failures.items()},
+        recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else None,
+        seconds=sum(run.seconds for run in runs),
+    )  # fmt: skip

@@ -1,0 +1,208 @@
+"""`supra eval` and `supra report`: what a model lost and won, and the page that shows it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .console import Backend, Device, Dtype, Json, Threads, say, set_threads, show
+from .errors import SupraError, UserError
+
+TASKS, LENGTH, PERPLEXITY, MACHINE = "Tasks", "Past the training length", "Perplexity", "Machine"
+
+
+Teacher = Annotated[Path | None, typer.Option(help="The teacher, scored beside it.")]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Held-out text (files, globs, package:NAME/path); with --tasks a folder of data sets, packages or hub."
+    ),
+]
+Out = Annotated[
+    Path | None, typer.Option("-o", "--out", help="Folder for results.json, plots and predictions.")
+]
+Ablations = Annotated[
+    bool,
+    typer.Option(
+        help="Also score the window alone, the linear part alone and, with --teacher, the untrained conversion."
+    ),
+]
+Limit = Annotated[
+    int | None,
+    typer.Option(help="Documents of each task; sequences of --length; prompts of --recall.", min=1),
+]
+Seed = Annotated[int, typer.Option(help="Seed of shots, generated tasks and bootstraps.")]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        rich_help_panel=TASKS,
+        help="Groups quick, supra-paper, scrolls; scrolls_NAME; qasper_yes_no; any lm-eval task. Comma-separated.",
+    ),
+]
+NumFewshot = Annotated[
+    int | None,
+    typer.Option(
+        rich_help_panel=TASKS, help="Shots of lm-eval tasks, instead of each one's own number.", min=0
+    ),
+]
+Chat = Annotated[
+    bool, typer.Option("--chat", rich_help_panel=TASKS, help="Wrap prompts in the chat template.")
+]
+Split = Annotated[str, typer.Option(rich_help_panel=TASKS, help="Split of SCROLLS: validation or test.")]
+Truncate = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=TASKS,
+        help="What is kept of a document too long: middle cuts its middle out, end keeps its end.",
+    ),
+]
+Length = Annotated[
+    bool,
+    typer.Option(
+        "--length",
+        rich_help_panel=LENGTH,
+        help="Loss by position and by distance on whole books, and memory and time by context.",
+    ),
+]
+Recall = Annotated[
+    list[str] | None,
+    typer.Option(
+        rich_help_panel=LENGTH,
+        help="Generated recall tasks, scored exactly: all, or passkey, needle and so on. Comma-separated.",
+    ),
+]
+Contexts = Annotated[
+    str | None,
+    typer.Option(
+        rich_help_panel=LENGTH,
+        help="Context lengths in tokens, for --length, --recall and SCROLLS: 2048,4096.",
+    ),
+]
+Rope = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=LENGTH,
+        help="How the teacher's RoPE is scaled, beside the plain one: linear, ntk, yarn or none.",
+    ),
+]
+BlockTokens = Annotated[
+    int | None,
+    typer.Option(
+        rich_help_panel=PERPLEXITY,
+        help="Tokens per block, read from an empty state; 1024 or the model's maximum.",
+        min=2,
+    ),
+]
+MaxTokens = Annotated[
+    int,
+    typer.Option(rich_help_panel=PERPLEXITY, help="Score at most so many tokens, over all files.", min=2),
+]
+BatchSize = Annotated[int, typer.Option(rich_help_panel=MACHINE, help="Rows of a batch, at most.", min=1)]
+BatchTokens = Annotated[int, typer.Option(rich_help_panel=MACHINE, help="Tokens of a batch, at most.", min=1)]
+ChunkTokens = Annotated[
+    int, typer.Option(rich_help_panel=MACHINE, help="Piece in which a long text is read, in tokens.", min=1)
+]
+
+
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="A converted model's folder.")],
+    teacher: Teacher = None, data: Data = None, out: Out = None, ablations: Ablations = True,
+    limit: Limit = None, seed: Seed = 0,
+    tasks: Tasks = None, num_fewshot: NumFewshot = None, chat: Chat = False, split: Split = "validation",
+    truncate: Truncate = "middle",
+    length: Length = False, recall: Recall = None, contexts: Contexts = None, rope: Rope = "yarn",
+    block_tokens: BlockTokens = None, max_tokens: MaxTokens = 32768,
+    batch_size: BatchSize = 64, batch_tokens: BatchTokens = 4096, chunk_tokens: ChunkTokens = 512,
+    device: Device = "auto", dtype: Dtype = "float32", backend: Backend = "auto", threads: Threads = 0,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Teacher, student and ablations in one table: perplexity, benchmark tasks, or long contexts."""
+    from .checks import require_dtype, require_model_folder
+
+    for folder in (model, teacher):
+        if folder is not None:
+            require_model_folder(folder)
+    require_dtype(dtype)
+    named = _names(tasks)
+    lengths = _numbers(contexts)
+    if named and (length or recall):
+        raise UserError("--tasks", "does not go with --length or --recall", "Run them one after the other")
+    if not (named or recall or data):
+        raise UserError(
+            "--data", "is missing: there is nothing to score", "Name a text file, or give --tasks"
+        )
+    set_threads(threads)
+    os.environ.setdefault(
+        "TQDM_DISABLE", "1"
+    )  # a bar for each of lm-eval's steps drowns the one with the time left
+    from supra_eval import run as kinds
+
+    machine = kinds.Machine(device, dtype, backend, batch_size, batch_tokens, chunk_tokens)
+    run: kinds.EvalRun
+    if named:
+        run = kinds.score_tasks(
+            model, teacher, named, data, contexts=lengths, limit=limit, num_fewshot=num_fewshot, chat=chat,
+            split=split, truncate=truncate, ablations=ablations, seed=seed, out=out, machine=machine, say=say,
+        )  # fmt: skip
+    elif length or recall:
+        run = kinds.score_length(
+            model, teacher, data or [], length=length, recall=_names(recall), contexts=lengths, rope=rope,
+            limit=limit, ablations=ablations, seed=seed, out=out, machine=machine, say=say,
+        )  # fmt: skip
+    else:
+        run = kinds.score_perplexity(
+            model, teacher, data or [], block_tokens=block_tokens, max_tokens=max_tokens, ablations=ablations,
+            machine=machine, say=say,
+        )  # fmt: skip
+    if out is not None:
+        say(f"wrote {run.write(out)}")
+    if as_json:
+        typer.echo(run.to_json())
+    else:
+        say(kinds.describe_settings(run))
+        show(kinds.render(run))
+    if run.failures and not run.scores:
+        raise SupraError("supra eval", "nothing could be scored (see above)", "Mend the first failure")
+    say(
+        f"next: supra report {out}"
+        if out is not None
+        else "next: the same with -o DIR, then supra report DIR"
+    )
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders that `supra eval -o` or `supra demo` wrote.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for report.html and report.md.")] = Path("report"),
+    title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
+) -> None:  # fmt: skip
+    """Merge several runs into one HTML page and one Markdown page."""
+    from supra_eval.page import read_any, write_page
+
+    pages = write_page([(path, read_any(path)) for path in runs], out, title)
+    typer.echo(str(pages.html))
+    typer.echo(str(pages.markdown))
+    say(f"next: open {pages.html} in a browser")
+
+
+def _names(values: list[str] | None) -> tuple[str, ...]:
+    """Names given by repeating an option, by commas, or both."""
+    return tuple(name.strip() for value in values or [] for name in value.split(",") if name.strip())
+
+
+def _numbers(value: str | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    try:
+        numbers = tuple(int(part.strip().replace("_", "")) for part in value.split(",") if part.strip())
+    except ValueError:
+        raise UserError(
+            f"--contexts {value}", "is no list of whole numbers", "Write for example 2048,8192"
+        ) from None
+    if not numbers or min(numbers) < 2:
+        raise UserError(
+            f"--contexts {value}", "each context is 2 tokens or more", "Write for example 2048,8192"
+        )
+    return numbers
