@@ -89,9 +89,7 @@ def test_sliding_scores_each_windows_last_tokens(model: Any, length: int, num_wi
     torch.testing.assert_close(losses, torch.cat(expected, 1), atol=2e-5, rtol=1e-5)
 
 
-def test_sliding_scores_the_same_tokens_at_every_context(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sliding_scores_the_same_tokens_at_every_context(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = some_ids(1, 120)
     seen: list[Tensor] = []
 

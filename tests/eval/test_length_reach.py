@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,9 @@ def test_scalings_that_do_not_fit_are_refused(teacher: Any) -> None:
 
 def test_horizon_of_alibi_is_worked_by_hand(teacher_dir: Path, tmp_path: Path, student_dir: Path) -> None:
     for decay in ("alibi", "learned"):  # a learned decay starts at ALiBi's
-        execute(make_plan(str(teacher_dir), Conversion(decay=decay)), tmp_path / decay, seed=0, recipe_yaml="{}")
+        execute(
+            make_plan(str(teacher_dir), Conversion(decay=decay)), tmp_path / decay, seed=0, recipe_yaml="{}"
+        )
         horizons = decay_horizon(load_model(tmp_path / decay).model)
         # 4 heads: the slowest has γ = exp(−2^−8), and exp(−n/256) = 0.01 at n = 256 ln 100.
         assert horizons == pytest.approx([256 * math.log(100)] * 2, rel=1e-4)
@@ -93,8 +96,9 @@ def test_peak_memory_sees_what_came_and_went() -> None:
         pass
     with PeakMemory(torch.device("cpu")) as peak:
         held = torch.ones(50_000_000)  # 200 MB, touched
+        time.sleep(0.1)  # twenty samples
         del held
-    # Gone again, but seen: at least half of it, however the samples fell.
+    # Gone again, but seen.
     assert peak.num_bytes - before.num_bytes > 100e6
     assert "resident" in memory_method("cpu") and "max_memory_allocated" in memory_method("cuda:0")
 
@@ -120,7 +124,7 @@ def test_short_books_are_named_with_what_they_have(tmp_path: Path, teacher_dir: 
         read_books([str(tmp_path / "*.txt")], tokenizer, 400, 8)
     assert "1 of 2 texts" in str(caught.value) and "short.txt has 123" in str(caught.value)
     assert "the 400 tokens" in str(caught.value) and "shorter --contexts" in caught.value.mend
-    with pytest.raises(UserError, match="no such file|no file"):
+    with pytest.raises(UserError, match=r"absent\.txt"):
         read_books([str(tmp_path / "absent.txt")], tokenizer, 400, 8)
     with pytest.raises(UserError, match="max-sequences 0"):
         read_books([str(tmp_path / "long.txt")], tokenizer, 400, 0)

@@ -11,7 +11,7 @@ import pytest
 
 from supra.errors import SupraError, UserError
 from supra.loading import load_model
-from supra_eval.length import run_length, write_plots
+from supra_eval.length import run_length
 from supra_eval.length.books import read_books
 from supra_eval.length.losses import loss_by_position, non_overlapping, sliding
 from supra_eval.results import EvalRun, read_run
@@ -80,28 +80,26 @@ def test_a_run_holds_every_model_and_the_functions_numbers(
 
     again = read_run(tmp_path)
     assert again.settings == run.settings and again.models() == MODELS
-    drawn = {path.name for path in write_plots(again, tmp_path / "plots")}
-    assert {"loss-by-position.png", "loss-by-position.csv", "perplexity-sliding.png"} <= drawn
 
 
 def test_a_second_run_measures_nothing_again(
     evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = evaluate(out=tmp_path, rope="none", ablations=False)
+    first = evaluate(out=tmp_path, rope="none", ablations=False, protocols=[])
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("measured again")
 
     monkeypatch.setattr("supra_eval.length.run.read_losses", refuse)
     said: list[str] = []
-    second = evaluate(out=tmp_path, rope="none", ablations=False, say=said.append)
+    second = evaluate(out=tmp_path, rope="none", ablations=False, protocols=[], say=said.append)
     assert second.scores == first.scores and second.curves == first.curves
     assert [line for line in said if line.endswith("measured before")] == [
         "teacher: measured before",
         "student: measured before",
     ]
     with pytest.raises(UserError, match="another contexts"):
-        evaluate(out=tmp_path, rope="none", ablations=False, contexts=[300])
+        evaluate(out=tmp_path, rope="none", ablations=False, protocols=[], contexts=[300])
 
 
 def test_a_killed_run_loses_one_model(evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,11 +115,11 @@ def test_a_killed_run_loses_one_model(evaluate: Any, tmp_path: Path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(module, "sliding", killed)
         with pytest.raises(KeyboardInterrupt):
-            evaluate(out=tmp_path)
+            evaluate(out=tmp_path, ablations=False)
     assert read_run(tmp_path).models() == ["teacher", "teacher_rope"]
     said: list[str] = []
-    run = evaluate(out=tmp_path, say=said.append)
-    assert run.models() == MODELS
+    run = evaluate(out=tmp_path, ablations=False, say=said.append)
+    assert run.models() == ["teacher", "teacher_rope", "student"]
     assert sum(line.endswith("measured before") for line in said) == 2
 
 
@@ -173,12 +171,12 @@ def test_mistakes_are_answered_before_any_model_is_read(
 
 
 def test_without_a_teacher_the_student_is_read_alone(evaluate: Any) -> None:
-    assert evaluate(teacher=None, ablations=False).models() == ["student"]
+    assert evaluate(teacher=None, ablations=False, contexts=[300]).models() == ["student"]
 
 
 def test_a_teacher_that_reaches_is_not_scaled(evaluate: Any) -> None:
     said: list[str] = []
-    run = evaluate(contexts=[300, 512], ablations=False, say=said.append)
+    run = evaluate(contexts=[300, 512], ablations=False, protocols=[], say=said.append)
     assert run.models() == ["teacher", "student"] and run.settings["rope"] == "none"
     assert any("teacher_rope: left out" in line for line in said)
 
@@ -186,4 +184,4 @@ def test_a_teacher_that_reaches_is_not_scaled(evaluate: Any) -> None:
 def test_an_unwritable_folder_is_one_clear_line(evaluate: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SupraError, match="cannot be written"):
-        evaluate(out=tmp_path / "file" / "in", teacher=None, ablations=False)
+        evaluate(out=tmp_path / "file" / "in", teacher=None, ablations=False, contexts=[300])

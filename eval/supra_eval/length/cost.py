@@ -55,8 +55,8 @@ def measure_cost(
     """
     ids = ids.to(model.device)
     timed, rows = _Finished(model), []
+    release()
     for context in contexts:
-        release()
         _trim()
         with PeakMemory(model.device) as peak:
             [(_, decode_ms, num_bytes)] = decode_time_along(

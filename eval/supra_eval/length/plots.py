@@ -6,6 +6,7 @@ import csv
 import io
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,8 @@ def _draw_curves(pyplot: Any, curves: Sequence[Curve]) -> Any:
         ticks = sorted({x for curve in curves for x in curve.x})
         axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks], rotation=45, fontsize=7)
         axes.minorticks_off()
+    if curves[0].y_label.startswith(("MB", "ms")):
+        axes.set_ylim(bottom=0)  # a cost is compared with nothing at all
     axes.set_title(curves[0].name, loc="left", fontsize=11)
     axes.set_xlabel(curves[0].x_label)
     axes.set_ylabel(_wrapped(curves[0].y_label))
@@ -122,12 +125,12 @@ def _draw_grid(pyplot: Any, grid: Grid) -> Any:
     width, height = 1.8 + 0.7 * len(grid.x), 1.6 + 0.45 * len(grid.y)
     figure, axes = pyplot.subplots(figsize=(max(4.0, width), height), layout="constrained", dpi=150)
     values = [[math.nan if value is None else value for value in row] for row in grid.values]
-    axes.imshow(values, cmap="RdYlGn", vmin=0.0, vmax=1.0, aspect="auto")
+    axes.imshow(values, cmap="viridis", vmin=0.0, vmax=1.0, aspect="auto")
     for i, row in enumerate(values):
         for j, value in enumerate(row):
-            axes.text(
-                j, i, "–" if math.isnan(value) else f"{value:.2f}", ha="center", va="center", fontsize=8
-            )
+            shown, colour = ("–", "black") if math.isnan(value) else (f"{value:.2f}", "white")
+            colour = "black" if value > 0.6 else colour  # on viridis' bright end
+            axes.text(j, i, shown, color=colour, ha="center", va="center", fontsize=8)
     axes.set_xticks(range(len(grid.x)), [f"{x:,.0f}" for x in grid.x], rotation=45)
     axes.set_yticks(range(len(grid.y)), [f"{y:g}" for y in grid.y])
     axes.set_title(f"{grid.name}: {grid.model}", loc="left", fontsize=11)
@@ -150,8 +153,6 @@ def _known(value: float | None) -> bool:
 
 
 def _wrapped(label: str) -> str:
-    import textwrap
-
     return "\n".join(textwrap.wrap(label, 50))
 
 

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from supra.errors import UserError
-from supra.loading import load_tokenizer
-from supra.models import SupraForCausalLM
+from supra.loading import load_tokenizer, resolve_device
 from supra.recipe_io import nearest
 from supra_eval.contenders import ABLATIONS, Contender
 from supra_eval.results import Curve, EvalRun, Score
@@ -57,18 +56,21 @@ def run_length(
     settings: dict[str, Any] = {
         "contexts": contexts, "protocols": list(protocols), "rope": f"{rope} x{factor:g}" if factor else "none",
         "sequences": ids.shape[0], "sources": sources, "tokens_hash": hash_of(ids), "chunk_tokens": chunk_tokens,
-        "sliding": f"stride {SLIDING_STRIDE}, {SLIDING_WINDOWS} windows", "cost": cost, "device": device,
+        "sliding": f"stride {SLIDING_STRIDE}, {SLIDING_WINDOWS} windows", "device": device,
+        "cost": f"peak memory: {memory_method(resolve_device(device))}" if cost else "none",
         "dtype": dtype, "backend": backend,
     }  # fmt: skip
     session = Session(
         EvalRun("length", str(model), str(teacher) if teacher else None, seed, settings), out, say
     )
     say(f"{ids.shape[0]} sequences of {ids.shape[1]:,} tokens from {', '.join(sources)}")
+    if cost:
+        say(settings["cost"])
 
     def work(contender: Contender) -> None:
         _tell_horizon(session, contender)
         longest = ids[:, : contexts[-1]]
-        carries = "carried" in protocols and isinstance(contender.model, SupraForCausalLM)
+        carries = "carried" in protocols and bool(_num_linear_layers(contender))
         session.attempt(contender, "positions", _positions, contender, longest, chunk_tokens, carries, say)
         for protocol in (name for name in PROTOCOLS if name in protocols and name != "carried"):
             read = ids if protocol == "sliding" else longest
@@ -79,7 +81,7 @@ def run_length(
                 )  # fmt: skip
             session.keep_curve(contender.name, protocol, "perplexity", f"perplexity {protocol}")
         if cost:
-            session.attempt(contender, "cost", _cost, session, contender, ids[:1], contexts, chunk_tokens)
+            session.attempt(contender, "cost", _cost, contender, ids[:1], contexts, chunk_tokens)
 
     return session.measure(readers, work)
 
@@ -98,9 +100,13 @@ def _require_protocols(protocols: Sequence[str], contexts: Sequence[int]) -> Non
         )
 
 
+def _num_linear_layers(contender: Contender) -> int:
+    return int(getattr(contender.model.config, "num_linear_layers", 0))
+
+
 def _tell_horizon(session: Session, contender: Contender) -> None:
     """Say and keep how far the states reach; an ablation's are the student's."""
-    if contender.name in ABLATIONS or not isinstance(contender.model, SupraForCausalLM):
+    if contender.name in ABLATIONS or not _num_linear_layers(contender):
         return
     horizons = decay_horizon(contender.model)
     session.run.settings["decay_horizon_tokens"][contender.name] = horizons
@@ -155,21 +161,15 @@ def _protocol(
     return [_perplexity(protocol, contender.name, context, clustered(losses))]
 
 
-def _cost(
-    session: Session, contender: Contender, ids: Tensor, contexts: Sequence[int], chunk_tokens: int
-) -> list[Part]:
-    session.say(f"{contender.name}: memory is the {memory_method(str(contender.model.device))}")
+def _cost(contender: Contender, ids: Tensor, contexts: Sequence[int], chunk_tokens: int) -> list[Part]:
     rows = measure_cost(contender.model, ids, contexts, chunk_tokens=chunk_tokens)
     x = [float(row.context_tokens) for row in rows]
-    values = {
-        "cache": ("bytes of the cache", [float(row.cache_bytes) for row in rows]),
-        "decode time": (f"ms per token, median of {DECODE_STEPS}", [row.decode_ms for row in rows]),
-        "peak memory": (
-            f"bytes: {memory_method(str(contender.model.device))}",
-            [float(row.peak_bytes) for row in rows],
-        ),
+    columns = {
+        "cache": ("MB held for the context", [row.cache_bytes / 1e6 for row in rows]),
+        "decode time": (f"ms per token (median of {DECODE_STEPS})", [row.decode_ms for row in rows]),
+        "peak memory": ("MB at most, weights included", [row.peak_bytes / 1e6 for row in rows]),
     }
-    return [Curve(title, contender.name, TOKENS, label, x, y) for title, (label, y) in values.items()]
+    return [Curve(title, contender.name, TOKENS, label, x, y) for title, (label, y) in columns.items()]
 
 
 def _rows_at_once(context: int) -> int:

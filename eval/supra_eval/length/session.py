@@ -160,11 +160,12 @@ class Session:
         self.say(f"{contender.name}: {part}")
         try:
             self.keep(work(*args))
+            return
         except (SupraError, RuntimeError, MemoryError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             self.run.failures[f"{contender.name}: {part}"] = reason
             self.say(f"{contender.name}: {part} failed: {reason}")
-        release()
+        release()  # only here does the error no longer hold what the part had made
 
     def keep(self, parts: Sequence[Part]) -> None:
         """Sort scores, curves and grids into the run."""
