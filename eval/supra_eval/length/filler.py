@@ -77,16 +77,18 @@ def fit(
 ) -> tuple[int, str] | None:
     """The largest n with count(build(n)) ≤ budget_tokens, and build(n); None where not even build(0) fits.
 
-    `build` must grow with n. A guess from two counts comes first, so that long texts are tokenised a few times only.
+    `build` must grow with n. Long texts take a second to tokenise, so two guesses by the rule of three come before
+    the search.
     """
     base = count(build(0))
     if base > budget_tokens:
         return None
-    low, high = 0, 16  # low fits; high is not known to fit
-    unit = max((count(build(high)) - base) / high, 1e-9)
+    guess, size = 16, count(build(16))
+    for _ in range(2):
+        guess = max(1, int((budget_tokens - base) * guess / max(size - base, 1)))
+        size = count(build(guess))
     step = 1
-    guess = max(1, int((budget_tokens - base) / unit))
-    if count(build(guess)) <= budget_tokens:
+    if size <= budget_tokens:
         low = guess
         while count(build(low + step)) <= budget_tokens:
             low, step = low + step, 2 * step
