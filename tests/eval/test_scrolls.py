@@ -139,7 +139,7 @@ def test_logits_that_are_not_finite_are_no_answer(teacher_dir: Path) -> None:
 def test_likelihoods_of_a_fork_equal_one_whole_pass(loaded: Loaded) -> None:
     paper = torch.randint(256, (1, 60), generator=torch.Generator().manual_seed(1))
     cache = prefill(loaded.model, paper, 16)[1]
-    question, answers = [3, 1, 4, 1, 5], [[9, 2, 6], [7]]
+    question, answers = [3, 1, 4, 1, 5], [[9, 2, 6], [7], [9, 5]]
     for _ in range(2):  # asking leaves the paper's state as it was
         found = scrolls.log_likelihoods(loaded.model, cache, question, answers, 2)
         for answer, value in zip(answers, found, strict=True):
