@@ -10,6 +10,7 @@ import hashlib
 import io
 import math
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from supra.errors import SupraError
 
 from .page_merge import PlotKey
+from .page_tables import unit_of
 from .results import Curve, Grid
 
 INK = "#010203"  # becomes `currentColor`, so that it is light on a dark page
@@ -42,13 +44,14 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One plot: `svg` to stand inside an HTML page, `png` as a file, `alt` in words, `header` and `rows` as a table."""
+    """One plot: `svg` to stand inside an HTML page, `png` as a file, `alt` in words, and as a table of `header` and `rows`."""
 
     title: str
     slug: str
     alt: str
     svg: str
     png: bytes
+    caption: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
@@ -78,10 +81,9 @@ def draw_curves(kind: str, key: PlotKey, lines: Sequence[tuple[str, str, Curve]]
             xs |= {value for value in x if math.isfinite(value)}
             ys += [value for value in y if math.isfinite(value)]
         _scale_x(axes, sorted(xs), any(curve.log_x for _, _, curve in lines))
-        if ys and min(ys) > 0 and max(ys) / min(ys) > LOG_FACTOR:
-            _scale_y(axes)
-        axes.set_xlabel(_short(x_label))
-        axes.set_ylabel(_short(y_label))
+        _scale_y(axes, ys, is_fraction=unit_of(kind, y_label).scale == 100)
+        axes.set_xlabel(_wrapped(x_label, 34))
+        axes.set_ylabel(_wrapped(y_label, 24))
         axes.grid(alpha=0.15)
         axes.spines[["top", "right"]].set_visible(False)
         # A legend leaves out what begins with an underscore.
@@ -97,7 +99,8 @@ def draw_curves(kind: str, key: PlotKey, lines: Sequence[tuple[str, str, Curve]]
     )
     header = (x_label, *(label for _, label, _ in lines))
     ends = "; ".join(_in_words(label, curve) for _, label, curve in lines)
-    return Figure(name, slug, f"{name}: {y_label} against {x_label}. {ends}.", svg, png, header, rows)
+    alt = f"{name}: {y_label} against {x_label}. {ends}."
+    return Figure(name, slug, alt, svg, png, f"{name}: {y_label}", header, rows)
 
 
 def draw_grids(kind: str, key: PlotKey, grids: Sequence[tuple[str, Grid]]) -> list[Figure]:
@@ -133,8 +136,8 @@ def _draw_grid(kind: str, key: PlotKey, label: str, grid: Grid, low: float, high
         for axis, values in ((axes.xaxis, grid.x), (axes.yaxis, grid.y)):
             shown = _spread(list(range(len(values))), 4 if axis is axes.xaxis else 6)
             axis.set_ticks([index + 0.5 for index in shown], [_number(values[index]) for index in shown])
-        axes.set_xlabel(_short(x_label))
-        axes.set_ylabel(_short(y_label))
+        axes.set_xlabel(_wrapped(x_label, 34))
+        axes.set_ylabel(_wrapped(y_label, 24))
         bar = figure.colorbar(mesh, ax=axes, pad=0.03, fraction=0.08)
         bar.outline.set_visible(False)
         bar.solids.set_edgecolor("face")  # or fine lines show between the colours
@@ -145,7 +148,8 @@ def _draw_grid(kind: str, key: PlotKey, label: str, grid: Grid, low: float, high
     table = tuple((_number(y), *map(_number, row)) for y, row in zip(grid.y, cells, strict=True))
     header = (f"{y_label} \\ {x_label}", *map(_number, grid.x))
     alt = f"{name}, {label}: heat map over {x_label} and {y_label}, {words}."
-    return Figure(f"{name}: {label}", slug, alt, svg, png, header, table)
+    title = f"{name}: {label}"
+    return Figure(title, slug, alt, svg, png, title, header, table)
 
 
 @contextlib.contextmanager
@@ -202,12 +206,20 @@ def _scale_x(axes: Any, xs: list[float], logarithmic: bool) -> None:
         axes.xaxis.set_major_formatter(lambda value, _: _number(value))
 
 
-def _scale_y(axes: Any) -> None:
-    from matplotlib.ticker import NullFormatter
+def _scale_y(axes: Any, ys: list[float], is_fraction: bool) -> None:
+    """From 0 to 1 for fractions, logarithmic for what spans orders of magnitude, no power of ten beside the axis."""
+    from matplotlib.ticker import EngFormatter, NullFormatter
 
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: _number(value))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    if is_fraction and all(0 <= y <= 1 for y in ys):
+        axes.set_ylim(-0.03, 1.03)
+    elif ys and min(ys) > 0 and max(ys) / min(ys) > LOG_FACTOR:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(EngFormatter(sep="") if max(ys) >= 1e6 else lambda y, _: _number(y))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif ys and max(map(abs, ys)) >= 1e6:
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    else:
+        axes.ticklabel_format(axis="y", useOffset=False)
 
 
 def _spread(values: list[Any], most: int) -> list[Any]:
@@ -244,8 +256,13 @@ def _in_words(label: str, curve: Curve) -> str:
     ]
     if not points:
         return f"{label}: no value"
-    (x0, y0), (x1, y1) = points[0], points[-1]
-    return f"{label}: {_number(y0)} at {_number(x0)}, {_number(y1)} at {_number(x1)}"
+    ends = dict.fromkeys([points[0], points[-1]])
+    return f"{label}: " + ", ".join(f"{_number(y)} at {_number(x)}" for x, y in ends)
+
+
+def _wrapped(text: str, width: int) -> str:
+    """An axis's label on at most two lines; the figure's table has it whole."""
+    return "\n".join(textwrap.wrap(text, width, max_lines=2, placeholder=" …"))
 
 
 def _short(text: str, most: int = 34) -> str:

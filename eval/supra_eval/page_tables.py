@@ -79,7 +79,7 @@ class Unit:
 
     def show(self, value: float) -> str:
         """The number as it stands in a table."""
-        return f"{value * self.scale:,.{self.decimals}f}" if math.isfinite(value) else self.missing
+        return f"{value * self.scale:z,.{self.decimals}f}" if math.isfinite(value) else self.missing
 
 
 def unit_of(kind: str, metric: str) -> Unit:
@@ -126,7 +126,7 @@ def show_recovery(student: Score, teacher: Score) -> str:
         return NONE
     lead = teacher.value - (student.chance or 0.0)
     is_noise = teacher.higher_is_better and teacher.stderr is not None and lead < 2 * teacher.stderr
-    return f"({share:.1%})" if is_noise else f"{share:.1%}"
+    return f"({share:z.1%})" if is_noise else f"{share:z.1%}"
 
 
 def make_table(group: Group, merged: Merged, caption: str) -> Table:

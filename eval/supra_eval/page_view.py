@@ -16,7 +16,7 @@ TITLES = {
     "perplexity": "Perplexity",
     "tasks": "Tasks",
     "scrolls": "SCROLLS: long documents",
-    "length": "Length and recall",
+    "length": "Length",
     "recall": "Recall",
 }
 

@@ -121,6 +121,7 @@ def test_recovery_by_hand() -> None:
     assert recovery(*pair) == pytest.approx(0.8)
     assert recovery(acc("t", "student", 0.4), acc("t", "teacher", 0.25)) is None
     assert recovery(acc("t", "student", math.nan), acc("t", "teacher", 0.5)) is None
+    assert show_recovery(acc("t", "student", 0.2499999), acc("t", "teacher", 0.5)) == "0.0%"  # not -0.0%
     # 0.03 above chance is less than two standard errors of 0.02, 0.05 is more.
     assert show_recovery(acc("t", "student", 0.28), acc("t", "teacher", 0.28)) == "(100.0%)"
     assert show_recovery(acc("t", "student", 0.30), acc("t", "teacher", 0.30)) == "100.0%"

@@ -136,6 +136,7 @@ def test_figures_say_what_they_show(page: Page) -> None:
     assert len(labels) == len(page.named("svg")) == len(page.named("figure")) == 4
     assert "teacher: 9 at 128, 8 at 512" in labels[0]
     assert labels[1] == "needle, teacher: heat map over context and depth, from 0.25 to 1."
+    assert f"perplexity: {EVIL}" in page.text_of("caption")
     assert all("viewbox" in a and "width" not in a and "height" not in a for a in page.named("svg"))
 
 
@@ -170,6 +171,12 @@ def test_awkward_labels_and_values_are_drawn() -> None:
     figure = draw_curves("length", ("n", "$x", "y"), lines)
     assert all(text in figure.svg for text in ("_hidden", "$\\bad$", "&lt;&amp;&gt;"))
     Page(figure.svg)
+    assert "_hidden: 1 at 0;" in figure.alt
+    long = "bytes: the largest resident memory of the whole process, weights included"
+    curve = Curve("n", "m", "x", long, [1.0, 2.0], [1.1e9, 1.2e9])
+    figure = draw_curves("length", ("n", "x", long), [("student", "m", curve)])
+    assert "1e9" not in figure.svg  # no power of ten beside an axis
+    assert long in figure.alt
     grid = Grid("g", "m", "x", "y", [1.0, 2.0], [1.0], [[None, None]])
     (empty,) = draw_grids("length", ("g", "x", "y"), [("m", grid)])
     assert "no value" in empty.alt
