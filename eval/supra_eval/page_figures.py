@@ -44,7 +44,7 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One plot: `svg` to stand inside an HTML page, `png` as a file, `alt` in words, and as a table of `header` and `rows`."""
+    """One plot: `svg` for an HTML page, `png` as a file, `alt` in words, and `header` and `rows` as a table."""
 
     title: str
     slug: str
