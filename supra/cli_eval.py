@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -141,30 +142,31 @@ def evaluate(
     from supra_eval import run as kinds
 
     machine = kinds.Machine(device, dtype, backend, batch_size, batch_tokens, chunk_tokens)
-    run: kinds.EvalRun
+    runs: list[kinds.EvalRun]
     if named:
-        run = kinds.score_tasks(
+        runs = kinds.score_tasks(
             model, teacher, named, data, contexts=lengths, limit=limit, num_fewshot=num_fewshot, chat=chat,
             split=split, truncate=truncate, ablations=ablations, seed=seed, out=out, machine=machine, say=say,
         )  # fmt: skip
     elif length or recall:
-        run = kinds.score_length(
+        runs = kinds.score_length(
             model, teacher, data or [], length=length, recall=_names(recall), contexts=lengths, rope=rope,
             limit=limit, ablations=ablations, seed=seed, out=out, machine=machine, say=say,
         )  # fmt: skip
     else:
-        run = kinds.score_perplexity(
+        runs = kinds.score_perplexity(
             model, teacher, data or [], block_tokens=block_tokens, max_tokens=max_tokens, ablations=ablations,
             machine=machine, say=say,
         )  # fmt: skip
-    if out is not None:
-        say(f"wrote {run.write(out)}")
+    for path in kinds.keep(runs, out) if out is not None else ():
+        say(f"wrote {path}")
     if as_json:
-        typer.echo(run.to_json())
+        typer.echo(json.dumps({"runs": [json.loads(run.to_json()) for run in runs]}, indent=2))
     else:
-        say(kinds.describe_settings(run))
-        show(kinds.render(run))
-    if run.failures and not run.scores:
+        for run in runs:
+            say(kinds.describe_settings(run))
+            show(kinds.render(run))
+    if not any(run.scores or run.curves or run.grids for run in runs):
         raise SupraError("supra eval", "nothing could be scored (see above)", "Mend the first failure")
     say(
         f"next: supra report {out}"
@@ -179,9 +181,9 @@ def report(
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
 ) -> None:  # fmt: skip
     """Merge several runs into one HTML page and one Markdown page."""
-    from supra_eval.page import read_any, write_page
+    from supra_eval.page import read_any, run_folders, write_page
 
-    pages = write_page([(path, read_any(path)) for path in runs], out, title)
+    pages = write_page([(path, read_any(path)) for path in run_folders(runs)], out, title)
     typer.echo(str(pages.html))
     typer.echo(str(pages.markdown))
     say(f"next: open {pages.html} in a browser")

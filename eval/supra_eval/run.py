@@ -47,7 +47,7 @@ class Machine:
 def score_perplexity(
     model: Path, teacher: Path | None, data: list[str], *, block_tokens: int | None, max_tokens: int,
     ablations: bool, machine: Machine, say: Say,
-) -> EvalRun:  # fmt: skip
+) -> list[EvalRun]:  # fmt: skip
     """Perplexity on held-out text."""
     from supra_eval.perplexity import evaluate_folder
 
@@ -55,15 +55,15 @@ def score_perplexity(
         model, data, teacher=teacher, block_tokens=block_tokens, max_tokens=max_tokens, ablations=ablations,
         say=say, **machine.where(),
     )  # fmt: skip
-    return merged([run])
+    return [run]
 
 
 def score_tasks(
     model: Path, teacher: Path | None, tasks: Sequence[str], data: Sequence[str] | None, *,
     contexts: Sequence[int], limit: int | None, num_fewshot: int | None, chat: bool, split: str, truncate: str,
     ablations: bool, seed: int, out: Path | None, machine: Machine, say: Say,
-) -> EvalRun:  # fmt: skip
-    """lm-eval's tasks and SCROLLS, merged into one run where both are asked for.
+) -> list[EvalRun]:  # fmt: skip
+    """lm-eval's tasks and SCROLLS, a run of its own for each where both are asked for.
 
     Raises:
         UserError: an unknown task, or more than one place for the data.
@@ -75,33 +75,34 @@ def score_tasks(
     short = [name for name in tasks if name not in long]
     runs: list[EvalRun] = []
     if short:
-        from supra_eval.tasks import run_tasks
+        from supra_eval.harness.run import run_tasks
 
         runs.append(
             run_tasks(
                 model, teacher=teacher, tasks=short, data=place, limit=limit, num_fewshot=num_fewshot, chat=chat,
-                out=out, ablations=ablations, seed=seed, say=say, **asdict(machine),
+                out=_place(out, "tasks"), ablations=ablations, seed=seed, say=say, **asdict(machine),
             )
         )  # fmt: skip
     if long:
-        from supra_eval.scrolls import CONTEXTS, run_scrolls
+        from supra_eval.scrolls.run import CONTEXTS as CUT_OFFS
+        from supra_eval.scrolls.run import run_scrolls
 
         runs.append(
             run_scrolls(
-                model, teacher=teacher, tasks=long, data=place or "tau/scrolls", contexts=contexts or CONTEXTS,
-                limit=limit, split=split, truncate=truncate, out=out, ablations=ablations,
+                model, teacher=teacher, tasks=long, data=place or "tau/scrolls", contexts=contexts or CUT_OFFS,
+                limit=limit, split=split, truncate=truncate, out=_place(out, "scrolls"), ablations=ablations,
                 chunk_tokens=machine.chunk_tokens, seed=seed, say=say, **machine.where(),
             )
         )  # fmt: skip
-    return merged(runs)
+    return runs
 
 
 def score_length(
     model: Path, teacher: Path | None, data: list[str], *, length: bool, recall: Sequence[str],
     contexts: Sequence[int], rope: str, limit: int | None, ablations: bool, seed: int, out: Path | None,
     machine: Machine, say: Say,
-) -> EvalRun:  # fmt: skip
-    """Losses, memory and time past the training length, and generated recall tasks; plots in `out/plots`.
+) -> list[EvalRun]:  # fmt: skip
+    """Losses, memory and time past the training length, and generated recall tasks; plots beside their results.
 
     Raises:
         UserError: no text for the losses, or a task, context, depth or scaling that is wrong.
@@ -121,50 +122,34 @@ def score_length(
     }  # fmt: skip
     runs: list[EvalRun] = []
     if length:
-        where = None if out is None else out / "length"
         runs.append(
             run_length(
-                model,
-                data=data,
-                protocols=PROTOCOLS,
-                max_sequences=limit or MAX_SEQUENCES,
-                out=where,
-                **common,
+                model, data=data, protocols=PROTOCOLS, max_sequences=limit or MAX_SEQUENCES,
+                out=_place(out, "length"), **common,
             )
-        )
+        )  # fmt: skip
     if recall:
         names = tuple(TASKS) if "all" in recall else tuple(recall)
-        where = None if out is None else out / "recall"
         runs.append(
             run_recall(
-                model,
-                tasks=names,
-                depths=DEPTHS,
-                num_samples=limit or NUM_PROMPTS,
-                data=data,
-                out=where,
-                **common,
+                model, tasks=names, depths=DEPTHS, num_samples=limit or NUM_PROMPTS, data=data,
+                out=_place(out, "recall"), **common,
             )
-        )
-    run = merged(runs)
+        )  # fmt: skip
     if out is not None:
-        for path in write_plots(run, out / "plots"):
-            say(f"wrote {path}")
-    return run
+        for run in runs:
+            for path in write_plots(run, out / run.kind / "plots"):
+                say(f"wrote {path}")
+    return runs
 
 
-def merged(runs: Sequence[EvalRun]) -> EvalRun:
-    """Runs of the same model as one, with the model's recipe; the settings of several are kept apart by kind."""
-    first = runs[0]
-    recipe = Path(first.model) / "recipe.yaml"
-    return EvalRun(
-        kind=first.kind, model=first.model, teacher=first.teacher, seed=first.seed,
-        settings=first.settings if len(runs) == 1 else {run.kind: run.settings for run in runs},
-        runs_on={name: where for run in runs for name, where in run.runs_on.items()},
-        scores=[score for run in runs for score in run.scores],
-        curves=[curve for run in runs for curve in run.curves],
-        grids=[grid for run in runs for grid in run.grids],
-        failures={task: reason for run in runs for task, reason in run.failures.items()},
-        recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else None,
-        seconds=sum(run.seconds for run in runs),
-    )  # fmt: skip
+def keep(runs: Sequence[EvalRun], out: Path) -> list[Path]:
+    """Write each run, with the model's recipe, to `out/<kind>/results.json`."""
+    for run in runs:
+        recipe = Path(run.model) / "recipe.yaml"
+        run.recipe = recipe.read_text(encoding="utf-8") if recipe.is_file() else None
+    return [run.write(out / run.kind) for run in runs]
+
+
+def _place(out: Path | None, kind: str) -> Path | None:
+    return None if out is None else out / kind

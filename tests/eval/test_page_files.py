@@ -15,9 +15,9 @@ from markdown_it import MarkdownIt
 
 from supra.errors import SupraError, UserError
 from supra_eval.page import read_any, write_page
-from supra_eval.page_markdown import fenced, plain
-from supra_eval.page_merge import merge
-from supra_eval.page_tables import make_table
+from supra_eval.page.markdown import fenced, plain
+from supra_eval.page.merge import merge
+from supra_eval.page.tables import make_table
 from supra_eval.results import Curve, EvalRun, Grid, Score
 
 

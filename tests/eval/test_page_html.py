@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from supra_eval.page import write_page
-from supra_eval.page_figures import draw_curves, draw_grids, inline_svg
+from supra_eval.page.figures import draw_curves, draw_grids, inline_svg
 from supra_eval.results import Curve, EvalRun, Grid, Score
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supra_eval.prefixes import Request, Segment, num_read_tokens, plan_segments
+from supra_eval.harness.prefixes import Request, Segment, num_read_tokens, plan_segments, shorten
 
 
 @st.composite
@@ -27,12 +27,16 @@ def paths(roots: list[Segment]) -> list[tuple[Segment, ...]]:
     return found
 
 
-@given(requests(), st.sampled_from([None, 0, 1, 3, 100]))
+@given(requests(), st.sampled_from([None, 0, 1, 3, 100]), st.integers(0, 12))
 def test_every_target_is_predicted_once_after_its_own_prefix(
-    asked: list[Request], min_saved_tokens: int | None
+    asked: list[Request], min_saved_tokens: int | None, cut: int
 ) -> None:
     found: dict[int, dict[int, int]] = {number: {} for number in range(len(asked))}
-    for path in paths(plan_segments(asked, min_saved_tokens)):
+    roots = plan_segments(asked, min_saved_tokens)
+    for path in paths(roots) if cut else []:
+        if path[-1].children:
+            shorten(path[-1], max(1, len(path[-1].tokens) - cut))
+    for path in paths(roots):
         tokens = tuple(token for segment in path for token in segment.tokens)
         segment = path[-1]
         assert segment.tokens

@@ -16,10 +16,11 @@ import torch
 from supra.errors import SupraError, UserError
 from supra.generate import prefill
 from supra.loading import Loaded, load_model, load_tokenizer
-from supra_eval import scrolls, scrolls_data
 from supra_eval.contenders import Contender
 from supra_eval.results import EvalRun, read_run
-from supra_eval.scrolls_data import QASPER_YES_NO, SCROLLS, Example, Prompts
+from supra_eval.scrolls import data as scrolls_data
+from supra_eval.scrolls import run as scrolls
+from supra_eval.scrolls.data import QASPER_YES_NO, SCROLLS, Example, Prompts
 
 OUTPUTS = {"quality": "A hut", "contract_nli": "Entailment"}
 

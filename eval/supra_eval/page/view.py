@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .page_figures import Figure, draw_curves, draw_grids, slug_of
-from .page_merge import Column, Group, Merged, columns_of, merge, short_names
-from .page_tables import Table, make_table
-from .results import EvalRun
+from supra_eval.results import EvalRun
+
+from .figures import Figure, draw_curves, draw_grids, slug_of
+from .merge import Column, Group, Merged, columns_of, merge, short_names
+from .tables import Table, make_table
 
 TITLES = {
     "perplexity": "Perplexity",

@@ -16,8 +16,8 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import ConfigurableTask, Task
 
 from supra.errors import SupraError, UserError
-from supra_eval.offline_sets import Folder, Packages, Store
-from supra_eval.task_groups import Entry, task_manager
+from supra_eval.harness.offline_sets import Folder, Packages, Store
+from supra_eval.harness.task_groups import Entry, task_manager
 
 FEWSHOT_SEED = 1234  # lm-eval's own default
 
@@ -80,8 +80,8 @@ def task_dict(
 ) -> dict[str, Any]:
     """What `lm_eval.evaluator.evaluate(task_dict=...)` runs: `tasks` and `groups` by name, with shots and seed set.
 
-    `data` is None or "hub" (lm-eval downloads), "packages", or a folder (`supra_eval.offline_sets`). A random sampler
-    goes on drawing shots from `seed`, so call `task.set_fewshot_seed` again before the same tasks meet another model.
+    `data` is None or "hub" (lm-eval downloads), "packages", or a folder (`harness.offline_sets`). A random sampler goes
+    on drawing shots from `seed`, so call `task.set_fewshot_seed` again before the same tasks meet another model.
 
     Raises:
         UserError: a task without data, or without rows for the examples of its prompt, or asked for twice.

@@ -13,13 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from supra_eval.forks import Row, can_fork, gather, new_cache
-from supra_eval.prefixes import Request, Segment, num_read_tokens, plan_segments
+from supra.generate import cache_bytes
+from supra_eval.harness.forks import Row, can_fork, gather, new_cache
+from supra_eval.harness.prefixes import Request, Segment, num_read_tokens, plan_segments, shorten
 
 # Rows of logits made at a time: 256 x 128k vocabulary in fp32 is 131 MB.
 HEAD_TOKENS = 256
 # A forked state costs a copy of it; fewer saved tokens than this are read again faster.
 MIN_SAVED_TOKENS = 24
+# Segments with children are read together where the longest exceeds the shortest by no more; what is cut off each child
+# reads again. A batch has a fixed cost, of about 70 tokens of a 135M model on a CPU.
+MAX_CUT_TOKENS = 8
+# Leaves are padded to the longest: beyond this share of pads a batch is closed, once it is worth its fixed cost.
+MAX_PAD_SHARE, MIN_BATCH_TOKENS = 0.12, 256
+# Leaves wait for each other up to this many, or until the caches that they hold alive take this much.
+POOL_LEAVES, HELD_BYTES = 128, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -66,44 +74,62 @@ class Scorer:
         sums = [0.0] * len(requests)
         greedy = [True] * len(requests)
         missing = [len(request.targets) for request in requests]
-        # The last is taken first: children before the next roots, so that few states are alive at a time.
-        waiting = _in_order([_Ready(root, None) for root in roots])
-        while waiting:
-            batch = self._take(waiting)
-            children, outcomes = self._read(batch)
+        inner, leaves = _sorted_apart([_Ready(root, None) for root in roots])
+        held_bytes, draining = 0, False
+        while inner or leaves:
+            # Leaves are pooled, so that those of one batch are alike, until the states they go on from weigh too much.
+            draining = bool(leaves) and (
+                draining or not inner or held_bytes > HELD_BYTES or len(leaves) > POOL_LEAVES
+            )
+            batch = self._take(leaves if draining else inner)
+            children, outcomes, num_bytes = self._read(batch)
+            held_bytes = num_bytes + (held_bytes if leaves else 0)
             for number, log_likelihood, is_greedy, count in outcomes:
                 sums[number] += log_likelihood
                 greedy[number] &= is_greedy
                 missing[number] -= count
                 if not missing[number]:
                     yield Outcome(number, sums[number], greedy[number])
-            waiting += _in_order(children)
-            done += sum(len(ready.segment.tokens) for ready in batch)
+            if children:
+                # The last is taken first: children before the next roots, so that few states are alive at a time.
+                new_inner, new_leaves = _sorted_apart(children)
+                inner, leaves = inner + new_inner, sorted(leaves + new_leaves, key=_length)
+            done += sum(map(_length, batch))
             if on_tokens is not None:
-                on_tokens(done, total)
-        self.tokens_read += total
+                on_tokens(done, max(total, done))  # what was cut off and read again was not in the plan
+        self.tokens_read += done
         assert not any(missing), "a request was left without its score"
 
     def _take(self, waiting: list[_Ready]) -> list[_Ready]:
-        """Take a batch from the end of `waiting`: leaves of similar length, or inner segments of the same."""
+        """Take a batch from the end of `waiting`: leaves of similar length, or inner segments, cut to the same."""
         batch = [waiting.pop()]
-        inner, longest = bool(batch[0].segment.children), len(batch[0].segment.tokens)
-        rooted = batch[0].parent is None
+        inner, rooted = bool(batch[0].segment.children), batch[0].parent is None
+        longest = real_tokens = _length(batch[0])
         while waiting and len(batch) < self.limits.batch_size:
-            ready = waiting[-1]
-            length = len(ready.segment.tokens)
-            alike = bool(ready.segment.children) == inner and (ready.parent is None) == rooted
+            ready, length = waiting[-1], _length(waiting[-1])
+            padded_tokens = max(longest, length) * (len(batch) + 1)
+            if (ready.parent is None) != rooted or padded_tokens > self.limits.batch_tokens:
+                break
             # A pad would enter an inner segment's state; after a leaf's last token nothing looks at it.
-            if not alike or (inner and length != longest):
+            if inner and abs(longest - length) > min(MAX_CUT_TOKENS, longest // 2):
                 break
-            if max(longest, length) * (len(batch) + 1) > self.limits.batch_tokens:
+            pads = padded_tokens - real_tokens - length
+            if not inner and real_tokens >= MIN_BATCH_TOKENS and pads > MAX_PAD_SHARE * padded_tokens:
                 break
-            longest = max(longest, length)
+            longest, real_tokens = max(longest, length), real_tokens + length
             batch.append(waiting.pop())
+        if inner:
+            shortest = min(map(_length, batch))
+            for ready in batch:
+                shorten(ready.segment, shortest)
         return batch
 
-    def _read(self, batch: list[_Ready]) -> tuple[list[_Ready], list[tuple[int, float, bool, int]]]:
-        """Read a batch of segments; return their children and (request, log-likelihood, greedy, targets) of each."""
+    def _read(self, batch: list[_Ready]) -> tuple[list[_Ready], list[tuple[int, float, bool, int]], int]:
+        """Read a batch of segments.
+
+        Returns their children, (request, log-likelihood, greedy, targets) of each readout, and the bytes of the cache
+        that the children go on from.
+        """
         segments = [ready.segment for ready in batch]
         inner = bool(segments[0].children)
         longest = max(len(segment.tokens) for segment in segments)
@@ -127,7 +153,7 @@ class Scorer:
             for segment, row in zip(segments, rows, strict=True)
             for child in segment.children
         ]
-        return children, self._outcomes(hidden, segments)
+        return children, self._outcomes(hidden, segments), cache_bytes(cache) if inner else 0
 
     def _hidden_at_targets(
         self, ids: Tensor, starts: Tensor, cache: Any, mask: Tensor | None, segments: list[Segment]
@@ -194,12 +220,20 @@ class Scorer:
             logits = self.model.lm_head(states[begin : begin + HEAD_TOKENS]).float()
             mine = order[bounds[number] : bounds[number + 1]]
             rows, tokens = (at[mine] - begin).to(logits.device), target[mine].to(logits.device)
-            normaliser = logits.logsumexp(dim=-1)
-            log_probs[mine] = (logits[rows, tokens] - normaliser[rows]).double().cpu()
-            best[mine] = (logits.argmax(dim=-1)[rows] == tokens).cpu()
+            of_targets = logits[rows, tokens]
+            log_probs[mine] = (of_targets - logits.logsumexp(dim=-1)[rows]).double().cpu()
+            # Of equal logits the first counts as the most likely; that is looked at only where it can matter.
+            is_best = of_targets == logits.amax(dim=-1)[rows]
+            is_best[is_best.clone()] = logits[rows[is_best]].argmax(dim=-1) == tokens[is_best]
+            best[mine] = is_best.cpu()
         return log_probs, best
 
 
-def _in_order(ready: list[_Ready]) -> list[_Ready]:
-    """Inner segments below, leaves above, each with the longest on top: a batch too large fails at once."""
-    return sorted(ready, key=lambda item: (not item.segment.children, len(item.segment.tokens)))
+def _length(ready: _Ready) -> int:
+    return len(ready.segment.tokens)
+
+
+def _sorted_apart(ready: list[_Ready]) -> tuple[list[_Ready], list[_Ready]]:
+    """Segments with children, and leaves, each with the longest last: a batch too large fails at once."""
+    ordered = sorted(ready, key=_length)
+    return [r for r in ordered if r.segment.children], [r for r in ordered if not r.segment.children]

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from supra.errors import UserError
+from supra_eval.results import Score
 
-from .results import Score
-from .scrolls_data import QASPER_YES_NO, SCROLLS, YES_NO, Example, Task
+from .data import QASPER_YES_NO, SCROLLS, YES_NO, Example, Task
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -16,11 +16,11 @@ from lm_eval.evaluator import evaluate
 from supra.errors import SupraError, UserError
 from supra.train.run_folder import write_whole
 from supra_eval.contenders import Contender, contender_names, contenders
-from supra_eval.harness import SupraLM
-from supra_eval.offline_data import FEWSHOT_SEED, notes, spread_samples, task_dict
-from supra_eval.request_cache import with_cache
+from supra_eval.harness.model import SupraLM
+from supra_eval.harness.offline_data import FEWSHOT_SEED, notes, spread_samples, task_dict
+from supra_eval.harness.request_cache import with_cache
+from supra_eval.harness.task_groups import Entry, resolve
 from supra_eval.results import EvalRun, Score
-from supra_eval.task_groups import Entry, resolve
 
 BOOTSTRAPS = 1000
 
@@ -76,7 +76,7 @@ def run_tasks(
         cached = with_cache(lm, contender.fingerprint, lm.max_length, contender.runs_on)
         for entry, loaded in built.values():
             with _recorded(run, f"{entry.task}, {contender.name}", say):
-                run.scores.append(_score(contender, cached, lm, entry, loaded, limit, chat, seed, out, say))
+                run.scores += _score(contender, cached, lm, entry, loaded, limit, chat, seed, out, say)
             if out is not None:
                 run.write(out)  # a killed run shows what it had
         cached.dbdict.close()
@@ -87,8 +87,8 @@ def run_tasks(
 def _score(
     contender: Contender, cached: Any, lm: SupraLM, entry: Entry, loaded: dict[str, Any], limit: int | None,
     chat: bool, seed: int, out: Path | None, say: Callable[[str], None],
-) -> Score:  # fmt: skip
-    """The number to quote of one task for one model."""
+) -> list[Score]:  # fmt: skip
+    """The numbers to quote of one task for one model."""
     began = time.monotonic()
     for task in loaded["tasks"].values():
         task.set_fewshot_seed(seed + FEWSHOT_SEED)
@@ -104,18 +104,10 @@ def _score(
             fewshot_as_multiturn=chat,
         )
     cached.dbdict.commit()
-    rows = results["results"]
-    row = rows[entry.task] if entry.task in rows else results["groups"][entry.task]
-    key = entry.key_in(row)
-    metric, _, answer_filter = key.partition(",")
-    stderr = row.get(f"{metric}_stderr,{answer_filter}")
-    counts = [count["effective"] for count in results["n-samples"].values()]
-    higher = results.get("higher_is_better", {}).get(entry.task, {}).get(metric, True)
-    score = Score(
-        entry.task, metric, contender.name, float(row[key]),
-        float(stderr) if isinstance(stderr, (int, float)) else None,
-        num_samples=sum(counts), higher_is_better=bool(higher) if higher is not None else True, chance=entry.chance,
-    )  # fmt: skip
+    rows = {**results["results"], **results.get("groups", {})}
+    # A tag has no number of its own: each of its tasks is quoted.
+    names = [entry.task] if entry.task in rows else list(loaded["tasks"])
+    scores = [_quoted(name, entry, rows[name], results, contender.name) for name in names]
     if out is not None:
         folder = out / "lm_eval" / contender.name
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,9 +116,26 @@ def _score(
             for name in ("results", "groups", "n-samples", "n-shot", "versions", "configs")
         }
         write_whole(folder / f"{entry.task}.json", json.dumps(kept, indent=2, default=str) + "\n")
-    shown = f"{score.value:.4f}" + ("" if score.stderr is None else f" ± {score.stderr:.4f}")
-    say(f"{contender.name}: {entry.task} {metric} {shown} in {time.monotonic() - began:.0f} s")
-    return score
+    seconds = time.monotonic() - began
+    for score in scores:
+        shown = f"{score.value:.4f}" + ("" if score.stderr is None else f" ± {score.stderr:.4f}")
+        say(f"{contender.name}: {score.task} {score.metric} {shown} in {seconds:.0f} s")
+    return scores
+
+
+def _quoted(task: str, entry: Entry, row: dict[str, Any], results: Any, model: str) -> Score:
+    """The quoted number of one row of lm-eval's results; a group's documents are those of all its tasks."""
+    key = entry.key_in(row)
+    metric, _, answer_filter = key.partition(",")
+    stderr = row.get(f"{metric}_stderr,{answer_filter}")
+    counts = results["n-samples"]
+    own = [counts[task]] if task in counts else counts.values()
+    higher = results.get("higher_is_better", {}).get(task, {}).get(metric)
+    return Score(
+        task, metric, model, float(row[key]), float(stderr) if isinstance(stderr, (int, float)) else None,
+        num_samples=sum(count["effective"] for count in own), higher_is_better=higher is not False,
+        chance=entry.chance,
+    )  # fmt: skip
 
 
 @contextmanager

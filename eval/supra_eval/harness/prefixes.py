@@ -86,6 +86,26 @@ def plan_segments(requests: Sequence[Request], min_saved_tokens: int | None) -> 
     return roots
 
 
+def shorten(segment: Segment, length: int) -> None:
+    """Keep `length` tokens of a segment with children; each child reads the rest again, the first answers for it."""
+    rest, segment.tokens = segment.tokens[length:], segment.tokens[:length]
+    if not rest:
+        return
+    for child in segment.children:
+        child.tokens, child.start = rest + child.tokens, child.start - len(rest)
+        for readout in child.readouts:
+            readout.column += len(rest)
+    kept: list[Readout] = []
+    for readout in segment.readouts:
+        inside = min(max(length - readout.column, 0), len(readout.targets))
+        if inside:
+            kept.append(Readout(readout.request, readout.column, readout.targets[:inside]))
+        if inside < len(readout.targets):
+            column = readout.column + inside - length
+            segment.children[0].readouts.append(Readout(readout.request, column, readout.targets[inside:]))
+    segment.readouts = kept
+
+
 def num_read_tokens(roots: Sequence[Segment]) -> int:
     """Tokens that all segments together read."""
     total, waiting = 0, list(roots)

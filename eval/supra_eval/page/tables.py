@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from .page_merge import Column, Group, Merged, RowKey, columns_of, is_teacher, teacher_of
-from .results import Score
+from supra_eval.results import Score
+
+from .merge import Column, Group, Merged, RowKey, columns_of, is_teacher, teacher_of
 
 NONE = "–"
 NOT_FINITE = "not finite"

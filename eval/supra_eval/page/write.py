@@ -1,4 +1,4 @@
-"""`supra report`: the results of several evaluation runs on one HTML page and one Markdown page."""
+"""Writing the HTML page, the Markdown page and its figures, each beside and then renamed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from pathlib import Path
 
 from supra.errors import SupraError, UserError
 from supra.train.run_folder import write_whole
+from supra_eval.results import EvalRun
 
-from .page_html import render_html
-from .page_markdown import render_markdown
-from .page_read import read_any
-from .page_view import make_page
-from .results import EvalRun
-
-__all__ = ["PagePaths", "read_any", "write_page"]
+from .html import render_html
+from .markdown import render_markdown
+from .view import make_page
 
 NAME = "report"
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from supra.errors import UserError
-
-from .results import RESULTS_NAME, Curve, EvalRun, Grid, Score, read_run
+from supra_eval.results import RESULTS_NAME, Curve, EvalRun, Grid, Score, read_run
 
 _MEND = "Give a folder that `supra eval -o` or `supra demo` wrote"
 
@@ -38,6 +38,15 @@ def read_any(path: Path) -> EvalRun:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(str(file), f"is no evaluation's result ({error})", _MEND) from error
     return run
+
+
+def run_folders(paths: Sequence[Path]) -> list[Path]:
+    """Each path, or the folders right below it that hold a result, where it holds none itself."""
+    found: list[Path] = []
+    for path in paths:
+        below = sorted(file.parent for file in path.glob(f"*/{RESULTS_NAME}"))
+        found += below if below and not (path / RESULTS_NAME).exists() else [path]
+    return found
 
 
 def demo_run(results: dict[str, Any], folder: Path) -> EvalRun:

@@ -8,7 +8,7 @@ from importlib import resources
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from .page_view import Page
+from .view import Page
 
 
 def render_html(page: Page) -> str:

@@ -1,7 +1,7 @@
 """`SupraLM`: a converted model, or any causal model, behind lm-eval's interface, under the name `supra`.
 
 Everything that decides a score (tokenisation, truncation, stop sequences, chat templates) is lm-eval's own HFLM; what
-differs is how log-likelihoods are computed: a prefix that requests share is read once (`supra_eval.scoring`).
+differs is how log-likelihoods are computed: a prefix that requests share is read once (`supra_eval.harness.scoring`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lm_eval.models.huggingface import HFLM
 
 from supra.errors import UserError
 from supra.loading import load_model
-from supra_eval.prefixes import Request
-from supra_eval.scoring import Limits, Scorer
+from supra_eval.harness.prefixes import Request
+from supra_eval.harness.scoring import Limits, Scorer
 
 
 @register_model("supra")
@@ -62,6 +62,16 @@ class SupraLM(HFLM):
         limits = Limits(size, int(batch_tokens), int(chunk_tokens))
         self.scorer = Scorer(self.model, limits, share=share_prefixes)
         self.on_tokens = on_tokens
+
+    # lm-eval's evaluator does not pass `disable_tqdm` on, and its bars would break the one over all tokens.
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[float]:
+        return super().loglikelihood_rolling(requests, disable_tqdm)
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
+        return super().generate_until(requests, disable_tqdm)
 
     def _loglikelihood_tokens(
         self,

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from supra.errors import SupraError
+from supra_eval.results import Curve, Grid
 
-from .page_merge import PlotKey
-from .page_tables import unit_of
-from .results import Curve, Grid
+from .merge import PlotKey
+from .tables import unit_of
 
 INK = "#010203"  # becomes `currentColor`, so that it is light on a dark page
 COLOURS = {

@@ -32,10 +32,10 @@ from supra.errors import SupraError, UserError
 from supra.generate import prefill
 from supra.loading import load_tokenizer
 from supra.train.run_folder import write_whole
+from supra_eval.contenders import Contender, contender_names, contenders
+from supra_eval.results import EvalRun, Score
 
-from .contenders import Contender, contender_names, contenders
-from .results import EvalRun, Score
-from .scrolls_data import (
+from .data import (
     QASPER_YES_NO,
     SPLITS,
     TRUNCATIONS,
@@ -47,7 +47,7 @@ from .scrolls_data import (
     find_tasks,
     read_examples,
 )
-from .scrolls_metrics import overall, require_rouge, score_task
+from .metrics import overall, require_rouge, score_task
 
 CONTEXTS = (2048, 4096, 8192, 16384)
 _PROGRESS_SECONDS = 30.0

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, Generic, TypeVar
 
-from .contenders import ALL
-from .results import RESULTS_NAME, Curve, EvalRun, Grid, Score
+from supra_eval.contenders import ALL
+from supra_eval.results import RESULTS_NAME, Curve, EvalRun, Grid, Score
 
 Part = TypeVar("Part", Score, Curve, Grid)
 

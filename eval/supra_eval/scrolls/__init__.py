@@ -1,0 +1,1 @@
+"""SCROLLS and other questions on long documents, at several context cut-offs."""
