@@ -135,10 +135,9 @@ def evaluate(
         raise UserError(
             "--data", "is missing: there is nothing to score", "Name a text file, or give --tasks"
         )
+    # Before torch brings in tqdm: a bar for each of lm-eval's steps drowns the one that shows the time left.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     set_threads(threads)
-    os.environ.setdefault(
-        "TQDM_DISABLE", "1"
-    )  # a bar for each of lm-eval's steps drowns the one with the time left
     from supra_eval import run as kinds
 
     machine = kinds.Machine(device, dtype, backend, batch_size, batch_tokens, chunk_tokens)

@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from supra.config import Data
-from supra.errors import SupraError, UserError
+from supra.errors import UserError
 from supra.loading import load_tokenizer
 from supra.models import SupraForCausalLM
 from supra.train.sources import find_sources, read_documents
 from supra_eval.contenders import ABLATIONS, contender_names, contenders
+from supra_eval.length.losses import loss_by_position
 from supra_eval.results import EvalRun, Score
 
-# Rows of logits made at a time: 256 x 128k vocabulary in fp32 is 131 MB.
-HEAD_TOKENS = 256
+# Longer blocks are read in such pieces, so that memory does not grow with their length beyond the model's cache.
+CHUNK_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,6 @@ def read_blocks(data: Data, tokenizer: Any, length: int, max_tokens: int) -> tup
     return torch.stack(blocks), [source.name for source in sources]
 
 
-@torch.inference_mode()
 def measure(
     model: Any, blocks: Tensor, batch_size: int = 4, autocast_dtype: torch.dtype | None = None
 ) -> Perplexity:
@@ -78,35 +77,14 @@ def measure(
         SupraError: the loss is not finite.
         UserError: a token id outside the model's vocabulary (another tokenizer's text).
     """
-    if int(blocks.max()) >= model.config.vocab_size:
-        raise UserError(
-            "the text",
-            f"holds token {int(blocks.max())} of another vocabulary",
-            "Use the teacher of this model",
-        )
-    start, losses = time.perf_counter(), []
+    start = time.perf_counter()
     half = autocast_dtype not in (None, torch.float32)
-    for batch in blocks.to(model.device).split(batch_size):
-        targets = batch[:, 1:]
-        with torch.autocast(batch.device.type, dtype=autocast_dtype, enabled=half):
-            hidden = model.model(batch, use_cache=False).last_hidden_state[:, :-1]
-            per_token = [
-                F.cross_entropy(model.lm_head(hidden[:, i : i + HEAD_TOKENS]).float().transpose(1, 2),
-                                targets[:, i : i + HEAD_TOKENS], reduction="none")
-                for i in range(0, targets.shape[1], HEAD_TOKENS)
-            ]  # fmt: skip
-        losses.append(torch.cat(per_token, dim=1).double().mean(dim=1).cpu())
-    means = torch.cat(losses)
+    with torch.autocast(model.device.type, dtype=autocast_dtype, enabled=half):
+        losses = loss_by_position(model, blocks, CHUNK_TOKENS, batch_size=batch_size)
+    means = losses.double().mean(dim=1)
     nll = float(means.mean())
-    if not math.isfinite(nll):
-        raise SupraError(
-            "the model's loss",
-            "is not finite on this text",
-            "Look for NaN weights: supra inspect, or retrain",
-        )
     stderr = float(means.std() / math.sqrt(len(means))) if len(means) > 1 else float("nan")
-    scored = blocks.shape[0] * (blocks.shape[1] - 1)
-    return Perplexity(math.exp(min(nll, 700.0)), nll, stderr, scored, time.perf_counter() - start)
+    return Perplexity(math.exp(min(nll, 700.0)), nll, stderr, losses.numel(), time.perf_counter() - start)
 
 
 def measure_with_ablations(

@@ -120,8 +120,10 @@ def test_rolling_log_likelihoods_equal_hflm(model_dir: Path) -> None:
     assert found == pytest.approx(expected, rel=0, abs=1e-4)
 
 
-def test_generations_equal_hflm(model_dir: Path) -> None:
-    reference, ours = pair(model_dir, reference_batch=1)
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("chunk_tokens", [512, 7])
+def test_generations_equal_hflm(model_dir: Path, batch_size: int, chunk_tokens: int) -> None:
+    reference, ours = pair(model_dir, batch_size=batch_size, chunk_tokens=chunk_tokens)
     asked = [
         (prompt, {"until": until, "max_gen_toks": 12, "do_sample": False})
         for prompt in ("the river runs", "a", SHOTS)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
@@ -88,6 +89,15 @@ class SupraLM(HFLM):
             if texts is not None:  # rolling windows are cached whole by lm-eval
                 self.cache_hook.add_partial("loglikelihood", texts, results[outcome.request])
         return results
+
+    def _model_generate(
+        self, context: Any, max_length: int, stop: list[str], **generation_kwargs: Any
+    ) -> torch.Tensor:
+        """Continuations of context [B, T], whose prompt is read in chunks so that memory does not grow with T."""
+        chunk_tokens = self.scorer.limits.chunk_tokens
+        if context.shape[1] > chunk_tokens:
+            generation_kwargs["prefill_chunk_size"] = chunk_tokens
+        return super()._model_generate(context, max_length, stop, **generation_kwargs)
 
     def _request(self, context: list[int], continuation: list[int]) -> Request:
         """What is read and what is predicted, cut from the left where it exceeds the window, as HFLM does."""
