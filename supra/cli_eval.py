@@ -33,7 +33,10 @@ Ablations = Annotated[
 ]
 Limit = Annotated[
     int | None,
-    typer.Option(help="Documents of each task; sequences of --length; prompts of --recall.", min=1),
+    typer.Option(
+        help="Documents of each task (spread evenly; SCROLLS: the first), sequences of --length, prompts of --recall.",
+        min=1,
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of shots, generated tasks and bootstraps.")]
 Tasks = Annotated[
@@ -108,7 +111,27 @@ ChunkTokens = Annotated[
 ]
 
 
+# Options that only some kinds of evaluation look at; one that is given to another kind is refused, not ignored.
+ONLY_FOR = {
+    "tasks": {"num_fewshot", "chat", "split", "truncate", "contexts", "limit", "seed", "batch_size", "batch_tokens",
+              "chunk_tokens"},
+    "length": {"contexts", "rope", "limit", "seed", "chunk_tokens"},
+    "perplexity": {"block_tokens", "max_tokens"},
+}  # fmt: skip
+
+
+def refuse_without_effect(context: typer.Context, kind: str) -> None:
+    """UserError for an option on the command line that this kind of evaluation does not look at."""
+    others = set().union(*ONLY_FOR.values()) - ONLY_FOR[kind]
+    for name in sorted(others):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            what = {"tasks": "--tasks", "length": "--length and --recall", "perplexity": "perplexity"}[kind]
+            raise UserError(f"--{name.replace('_', '-')}", f"has no effect on {what}", "Leave it out")
+
+
 def evaluate(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="A converted model's folder.")],
     teacher: Teacher = None, data: Data = None, out: Out = None, ablations: Ablations = True,
     limit: Limit = None, seed: Seed = 0,
@@ -129,9 +152,10 @@ def evaluate(
     require_dtype(dtype)
     named = _names(tasks)
     lengths = _numbers(contexts)
+    refuse_without_effect(context, "tasks" if named else "length" if length or recall else "perplexity")
     if named and (length or recall):
         raise UserError("--tasks", "does not go with --length or --recall", "Run them one after the other")
-    if not (named or recall or data):
+    if not (named or recall or data or length):
         raise UserError(
             "--data", "is missing: there is nothing to score", "Name a text file, or give --tasks"
         )
@@ -140,6 +164,8 @@ def evaluate(
     set_threads(threads)
     from supra_eval import run as kinds
 
+    if out is not None:
+        kinds.require_writable(out)
     machine = kinds.Machine(device, dtype, backend, batch_size, batch_tokens, chunk_tokens)
     runs: list[kinds.EvalRun]
     if named:
@@ -157,16 +183,21 @@ def evaluate(
             model, teacher, data or [], block_tokens=block_tokens, max_tokens=max_tokens, ablations=ablations,
             machine=machine, say=say,
         )  # fmt: skip
-    for path in kinds.keep(runs, out) if out is not None else ():
-        say(f"wrote {path}")
     if as_json:
         typer.echo(json.dumps({"runs": [json.loads(run.to_json()) for run in runs]}, indent=2))
     else:
         for run in runs:
             say(kinds.describe_settings(run))
             show(kinds.render(run))
-    if not any(run.scores or run.curves or run.grids for run in runs):
-        raise SupraError("supra eval", "nothing could be scored (see above)", "Mend the first failure")
+    for path in kinds.keep(runs, out) if out is not None else ():
+        say(f"wrote {path}")
+    failures = [what for run in runs for what in run.failures]
+    if failures:
+        raise SupraError(
+            f"{len(failures)} part{'s' if len(failures) > 1 else ''} of the evaluation",
+            f"failed ({'; '.join(failures[:3])}{' and more' if len(failures) > 3 else ''}); the rest is shown above",
+            "Mend what is said there and run it again: what is done is not done twice",
+        )
     say(
         f"next: supra report {out}"
         if out is not None

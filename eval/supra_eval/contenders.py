@@ -20,6 +20,12 @@ from supra.loading import Loaded, load_model, load_tokenizer
 from supra.models import SupraForCausalLM, init_new_tensors
 
 ABLATIONS = ("window_only", "linear_only")
+SIZES = {
+    "vocab_size": "a vocabulary",
+    "hidden_size": "a hidden size",
+    "num_hidden_layers": "a number of layers",
+    "num_attention_heads": "a number of heads",
+}
 ALL = ("teacher", "student", *ABLATIONS, "untrained")
 
 
@@ -40,7 +46,7 @@ def contender_names(model: Path, teacher: Path | None, *, ablations: bool) -> tu
     converted = config.get("model_type") == "supra"
     wanted = ["teacher"] if teacher is not None else []
     wanted.append("student")
-    if ablations and converted:
+    if ablations and converted and "linear_attention" in (config.get("layer_types") or []):
         wanted += list(ABLATIONS) if config.get("window") else []
         wanted += ["untrained"] if teacher is not None else []
     return tuple(wanted)
@@ -63,11 +69,15 @@ def contenders(
     def ready(name: str, loaded: Loaded) -> Contender:
         say(f"{name}: {loaded.describe()}")
         return Contender(
-            name, loaded.model, loaded.tokenizer, fingerprint(loaded.model, name), loaded.describe()
+            name,
+            loaded.model,
+            loaded.tokenizer,
+            fingerprint(loaded.model, name, loaded.tokenizer),
+            loaded.describe(),
         )
 
     if teacher is not None:
-        require_same_vocabulary(model, teacher)
+        require_teacher_of(model, teacher)
     if "teacher" in names:
         assert teacher is not None
         yield ready("teacher", load(teacher))
@@ -100,15 +110,22 @@ def conversion_seed(model: Path) -> int:
     return int(json.loads(path.read_text()).get("seed", 0)) if path.is_file() else 0
 
 
-def require_same_vocabulary(model: Path, teacher: Path) -> None:
-    """UserError unless both folders have the same tokenizer and vocabulary size."""
-    sizes = [json.loads((path / "config.json").read_text()).get("vocab_size") for path in (model, teacher)]
-    if sizes[0] != sizes[1]:
+def require_teacher_of(model: Path, teacher: Path) -> None:
+    """UserError unless `teacher` can be what `model` came from: softmax, of the same sizes and tokenizer."""
+    own, its = (json.loads((path / "config.json").read_text()) for path in (model, teacher))
+    if "linear_attention" in (its.get("layer_types") or []):
         raise UserError(
             f"--teacher {teacher}",
-            f"has a vocabulary of {sizes[1]}, the student {sizes[0]}",
-            "Give the model that was converted",
+            "is a converted model itself",
+            "Give the model it came from; were the two swapped?",
         )
+    for field, what in SIZES.items():
+        if own.get(field) != its.get(field):
+            raise UserError(
+                f"--teacher {teacher}",
+                f"has {what} of {its.get(field)}, the student {own.get(field)}",
+                "Give the model that was converted",
+            )
     if load_tokenizer(teacher).get_vocab() != load_tokenizer(model).get_vocab():
         raise UserError(
             f"--teacher {teacher}",
@@ -117,14 +134,24 @@ def require_same_vocabulary(model: Path, teacher: Path) -> None:
         )
 
 
-def fingerprint(model: Any, ablation: str = "") -> str:
-    """Hash of a model's weights, dtype, configuration and ablation: what its results depend on."""
+def fingerprint(model: Any, ablation: str = "", tokenizer: Any = None) -> str:
+    """Hash of a model's weights, dtype, configuration, generation settings, ablation and tokenizer.
+
+    It is what the model's results depend on.
+    """
     digest = xxhash.xxh3_128()
     config = model.config.to_dict()
     config.pop("_name_or_path", None)  # the same model in another folder is the same model
     config.pop("transformers_version", None)
     branch = ablation if ablation in ABLATIONS else ""
-    digest.update(json.dumps([config, branch], sort_keys=True, default=str).encode())
+    generation = model.generation_config.to_dict() if model.generation_config is not None else {}
+    generation.pop("transformers_version", None)
+    parts: list[Any] = [config, branch, generation]
+    if tokenizer is not None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        words = tokenizer.get_vocab() if backend is None else backend.to_str()
+        parts += [words, tokenizer.special_tokens_map, tokenizer.chat_template]
+    digest.update(json.dumps(parts, sort_keys=True, default=str).encode())
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(

@@ -42,13 +42,23 @@ class Perplexity:
 
 
 def read_blocks(data: Data, tokenizer: Any, length: int, max_tokens: int) -> tuple[Tensor, list[str]]:
-    """Blocks [N, length] of the texts in `data.train`, and the sources' names.
+    """Blocks [N, length] of the texts in `data.train`, `max_tokens` at most in all, and the names of the texts.
+
+    Where there is not one block for each text, the first ones are read.
 
     Raises:
-        UserError: a text cannot be read, or none is as long as one block.
+        UserError: a text cannot be read, none is as long as one block, or one block is more than `max_tokens`.
     """
     sources, _ = find_sources(data)
-    per_source = max(1, max_tokens // length // len(sources))
+    num_blocks = max_tokens // length
+    if not num_blocks:
+        raise UserError(
+            f"--max-tokens {max_tokens}",
+            f"is less than one block of {length}",
+            "Raise it, or shorten --block-tokens",
+        )
+    sources = sources[:num_blocks]
+    per_source = num_blocks // len(sources)
     blocks = []
     for source in sources:
         text = "\n\n".join(read_documents(source, data))

@@ -10,7 +10,7 @@ import math
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,57 @@ class EvalRun:
         """Names of the models that have a result, in the order in which they were measured."""
         parts: Iterable[Any] = (*self.scores, *self.curves, *self.grids)
         return list(dict.fromkeys(part.model for part in parts))
+
+
+# What may differ between two commands that fill one folder: which tasks and contexts, and what follows from them.
+MERGEABLE = {"tasks", "contexts", "notes", "num_shots", "max_new_tokens", "unfinished"}
+
+
+def require_mergeable(run: EvalRun, folder: Path) -> None:
+    """UserError where `folder` holds another model's results, or results that were measured with other settings."""
+    if not (folder / RESULTS_NAME).exists():
+        return
+    earlier = read_run(folder)
+    mine = {"model": run.model, "teacher": run.teacher, "seed": run.seed, **run.settings}
+    its = {"model": earlier.model, "teacher": earlier.teacher, "seed": earlier.seed, **earlier.settings}
+    differing = [
+        f"{key} {its.get(key)} where this is {value}"
+        for key, value in mine.items()
+        if key not in MERGEABLE and its.get(key) != value and (key != "teacher" or (value and its.get(key)))
+    ]
+    if differing:
+        raise UserError(
+            str(folder),
+            f"holds results of another evaluation ({'; '.join(differing)})",
+            "Choose another place with -o",
+        )
+
+
+def merged_with_earlier(run: EvalRun, folder: Path) -> EvalRun:
+    """`run` with what `folder` already holds of other tasks, contexts and models (see `require_mergeable`)."""
+    if not (folder / RESULTS_NAME).exists():
+        return run
+    earlier = read_run(folder)
+    own = {(score.task, score.metric, score.model, score.context_tokens) for score in run.scores}
+    kept = [s for s in earlier.scores if (s.task, s.metric, s.model, s.context_tokens) not in own]
+    tasks = run.settings.get("tasks", [])
+    failures = {key: why for key, why in earlier.failures.items() if not any(task in key for task in tasks)}
+    settings = {
+        **earlier.settings,
+        **run.settings,
+        **{
+            key: list(dict.fromkeys([*earlier.settings[key], *run.settings[key]]))
+            for key in ("tasks", "contexts", "notes")
+            if isinstance(earlier.settings.get(key), list) and isinstance(run.settings.get(key), list)
+        },
+    }
+    if "unfinished" not in run.settings:
+        settings.pop("unfinished", None)
+    return replace(
+        run, scores=kept + run.scores, failures={**failures, **run.failures}, settings=settings,
+        teacher=run.teacher or earlier.teacher, runs_on={**earlier.runs_on, **run.runs_on},
+        seconds=earlier.seconds + run.seconds,
+    )  # fmt: skip
 
 
 def read_run(path: Path) -> EvalRun:

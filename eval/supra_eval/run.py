@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from supra.errors import UserError
-from supra_eval.results import EvalRun
+from supra.errors import SupraError, UserError
+from supra_eval.results import EvalRun, merged_with_earlier
 from supra_eval.tables import describe_settings, render
 
 __all__ = [
     "EvalRun",
     "Machine",
     "describe_settings",
+    "keep",
     "render",
+    "require_writable",
     "score_length",
     "score_perplexity",
     "score_tasks",
@@ -73,6 +76,10 @@ def score_tasks(
     place = data[0] if data else None
     long = [name for name in tasks if name.startswith(("scrolls", "qasper_yes_no"))]
     short = [name for name in tasks if name not in long]
+    if short and place and any(name.startswith("scrolls") for name in long):
+        raise UserError(
+            f"--data {place}", "serves lm-eval's tasks or SCROLLS, not both", "Run them one after the other"
+        )
     runs: list[EvalRun] = []
     if short:
         from supra_eval.harness.run import run_tasks
@@ -89,7 +96,8 @@ def score_tasks(
 
         runs.append(
             run_scrolls(
-                model, teacher=teacher, tasks=long, data=place or "tau/scrolls", contexts=contexts or CUT_OFFS,
+                model, teacher=teacher, tasks=long, data=(not short and place) or "tau/scrolls",
+                contexts=contexts or CUT_OFFS,
                 limit=limit, split=split, truncate=truncate, out=_place(out, "scrolls"), ablations=ablations,
                 chunk_tokens=machine.chunk_tokens, seed=seed, say=say, **machine.where(),
             )
@@ -143,12 +151,36 @@ def score_length(
     return runs
 
 
+def require_writable(out: Path) -> None:
+    """Raise unless results can be written into `out`: found out before hours of scoring, not after them.
+
+    Raises:
+        UserError: `out` is a file.
+        SupraError: it cannot be made or written.
+    """
+    if out.exists() and not out.is_dir():
+        raise UserError(f"-o {out}", "is a file", "Name a folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise SupraError(
+            f"-o {out}", f"cannot be written ({error.strerror or error})", "Choose another place"
+        ) from error
+
+
 def keep(runs: Sequence[EvalRun], out: Path) -> list[Path]:
-    """Write each run, with the model's recipe, to `out/<kind>/results.json`."""
+    """Write each run that has results, with the model's recipe, to `out/<kind>/results.json`."""
+    written = []
     for run in runs:
+        if not (run.scores or run.curves or run.grids):
+            continue  # what an earlier run left there is worth more
         recipe = Path(run.model) / "recipe.yaml"
         run.recipe = recipe.read_text(encoding="utf-8") if recipe.is_file() else None
-    return [run.write(out / run.kind) for run in runs]
+        whole = merged_with_earlier(run, out / run.kind) if run.kind in ("tasks", "scrolls") else run
+        written.append(whole.write(out / run.kind))
+    return written
 
 
 def _place(out: Path | None, kind: str) -> Path | None:

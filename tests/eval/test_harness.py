@@ -164,3 +164,17 @@ def test_a_continuation_longer_than_the_window_is_refused(student_dir: Path) -> 
     _, ours = pair(student_dir, max_length=8)
     with pytest.raises(UserError, match="window of 8"):
         ours.loglikelihood(instances("loglikelihood", [("the", " river runs under")]), disable_tqdm=True)
+
+
+@pytest.mark.parametrize("option", ["peft", "load_in_4bit", "bogus"])
+def test_an_option_that_would_be_ignored_is_refused(option: str, student_dir: Path) -> None:
+    with pytest.raises(UserError, match=option):
+        SupraLM(str(student_dir), **{option: "x"})
+
+
+def test_lm_evals_default_device_is_not_an_error_without_a_gpu(
+    student_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.warns(UserWarning, match="running on the CPU"):
+        assert SupraLM(str(student_dir), device="cuda:0").device.type == "cpu"

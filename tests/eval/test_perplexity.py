@@ -91,6 +91,26 @@ def test_a_fingerprint_tells_weights_and_ablations_apart(student_dir: Path, teac
     assert len({*prints, fingerprint(model)}) == 4
 
 
+def test_a_fingerprint_tells_tokenizers_and_generation_settings_apart(student_dir: Path) -> None:
+    loaded = load_model(student_dir)
+    first = fingerprint(loaded.model, "", loaded.tokenizer)
+    loaded.tokenizer.add_tokens(["<new>"])
+    second = fingerprint(loaded.model, "", loaded.tokenizer)
+    loaded.model.generation_config.repetition_penalty = 1.9
+    assert len({first, second, fingerprint(loaded.model, "", loaded.tokenizer)}) == 3
+
+
+def test_no_more_tokens_are_scored_than_asked_for(tmp_path: Path, teacher_dir: Path) -> None:
+    tokenizer = load_model(teacher_dir).tokenizer
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text("text " * 40)
+    data = Data(train=(str(tmp_path / "*.txt"),))
+    blocks, names = read_blocks(data, tokenizer, 64, 130)
+    assert (blocks.shape, names) == ((2, 64), ["a.txt", "b.txt"])
+    with pytest.raises(UserError, match="less than one block"):
+        read_blocks(data, tokenizer, 64, 10)
+
+
 def test_a_teacher_of_another_vocabulary_is_refused(
     student_dir: Path, text_file: Path, tmp_path: Path
 ) -> None:

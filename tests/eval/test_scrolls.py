@@ -311,9 +311,9 @@ def test_the_test_split_gives_a_submission_file(
     ("options", "named"),
     [
         ({"limit": 0}, "--limit 0"),
-        ({"contexts": []}, "--context 0"),
-        ({"contexts": [2048, 0]}, "--context 0"),
-        ({"contexts": [700, 80]}, "--context 80: is too small for scrolls_qasper: question 'validation-0'"),
+        ({"contexts": []}, "--contexts 0"),
+        ({"contexts": [2048, 0]}, "--contexts 0"),
+        ({"contexts": [700, 80]}, "--contexts 80: is too small for scrolls_qasper: question 'validation-0'"),
         ({"chunk_tokens": 0}, "--chunk-tokens 0"),
         ({"truncate": "head"}, "--truncate head.* middle, end"),
         ({"split": "dev"}, "--split dev.* validation"),

@@ -262,7 +262,7 @@ def test_a_context_too_small_for_the_question_is_named(tokenizer: PreTrainedToke
     small, large = Example("small", "q", "d" * 99, ("x",)), Example("large", "q" * 80, "d" * 99, ("x",))
     needed = len(f"\n\nQuestion: {large.query}\nAnswer:") + NARRATIVE.max_new_tokens
     assert prompts.room([small, large], needed + 1) == 1
-    with pytest.raises(UserError, match=rf"--context {needed}: .*scrolls_narrative_qa: question 'large'"):
+    with pytest.raises(UserError, match=rf"--contexts {needed}: .*scrolls_narrative_qa: question 'large'"):
         prompts.room([small, large], needed)
 
 

@@ -53,7 +53,11 @@ def test_no_names_are_refused() -> None:
 
 
 def test_a_task_of_lm_eval_that_has_no_entry_is_taken_as_it_is() -> None:
-    assert resolve(["mmlu_anatomy"]) == (Entry("mmlu_anatomy"),)
+    assert resolve(["boolq-seq2seq"]) == (Entry("boolq-seq2seq"),)
+
+
+def test_a_subject_of_mmlu_is_quoted_and_guessed_like_the_whole() -> None:
+    assert resolve(["mmlu_anatomy"]) == (Entry("mmlu_anatomy", metric="acc", chance=0.25),)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

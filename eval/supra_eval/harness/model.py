@@ -6,6 +6,7 @@ differs is how log-likelihoods are computed: a prefix that requests share is rea
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ from supra.errors import UserError
 from supra.loading import load_model
 from supra_eval.harness.prefixes import Request
 from supra_eval.harness.scoring import Limits, Scorer
+
+# What of HFLM's options reaches it; the others concern how it makes a model, which is done here.
+HFLM_OPTIONS = {
+    "add_bos_token", "chat_template_args", "enable_thinking", "logits_cache", "mixed_precision_dtype",
+    "prefix_token_id", "softmax_dtype", "think_end_token", "truncation",
+}  # fmt: skip
 
 
 @register_model("supra")
@@ -46,12 +53,27 @@ class SupraLM(HFLM):
         on_tokens: Callable[[int, int], None] | None = None,
         **kwargs: Any,
     ) -> None:
+        unknown = sorted(name for name in kwargs.keys() - HFLM_OPTIONS if kwargs[name] not in (None, False))
+        if unknown:
+            raise UserError(
+                f"model_args {', '.join(unknown)}",
+                "is not known to the model class supra",
+                "Leave it out, or use hf",
+            )
+        kwargs = {name: value for name, value in kwargs.items() if name in HFLM_OPTIONS}
         if isinstance(pretrained, (str, Path)):
+            if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+                # lm-eval's command asks for cuda:0 where nobody asked for anything.
+                warnings.warn(f"device {device}: torch sees no GPU; running on the CPU", stacklevel=2)
+                device = "cpu"
             loaded = load_model(
-                Path(pretrained), device=device or "auto", dtype=dtype or "float32", backend=kernel_backend
+                Path(pretrained),
+                device=device or "auto",
+                dtype="float32" if dtype in (None, "auto") else str(dtype),
+                backend=kernel_backend,
             )
             pretrained, tokenizer = loaded.model, loaded.tokenizer
-        size = 64 if batch_size == "auto" else int(batch_size)
+        size = 64 if str(batch_size).startswith("auto") else int(batch_size)
         super().__init__(
             pretrained,
             backend="causal",

@@ -5,6 +5,8 @@ A key is lm-eval's hash of the request; the file's name holds the model's finger
 
 from __future__ import annotations
 
+import logging
+import sqlite3
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,9 +46,16 @@ def with_cache(lm: LM, fingerprint: str, *decisive: object, folder: Path | None 
     """
     folder = folder or cache_folder() / "answers"
     name = xxhash.xxh3_64(repr((fingerprint, *decisive)).encode()).hexdigest()
+    path = folder / f"{fingerprint[:12]}-{name}.sqlite"
+    logging.getLogger("sqlitedict").setLevel(logging.CRITICAL)  # it logs a traceback before it raises
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        caching = CachingLM(lm, str(folder / f"{fingerprint[:12]}-{name}.sqlite"))
+        caching = CachingLM(lm, str(path))
+        len(caching.dbdict)  # a damaged file shows when it is read
+    except sqlite3.DatabaseError as error:
+        raise SupraError(
+            str(path), f"is damaged ({error})", "Remove it; its answers are computed again"
+        ) from error
     except (OSError, RuntimeError) as error:
         raise SupraError(
             str(folder),

@@ -20,7 +20,7 @@ from supra_eval.harness.model import SupraLM
 from supra_eval.harness.offline_data import FEWSHOT_SEED, notes, spread_samples, task_dict
 from supra_eval.harness.request_cache import with_cache
 from supra_eval.harness.task_groups import Entry, resolve
-from supra_eval.results import EvalRun, Score
+from supra_eval.results import EvalRun, Score, merged_with_earlier, require_mergeable
 
 BOOTSTRAPS = 1000
 
@@ -54,14 +54,17 @@ def run_tasks(
         "num_fewshot": num_fewshot,
         "chat": chat,
     }
+    if out is not None:
+        require_mergeable(run, out)
     built: dict[str, tuple[Entry, dict[str, Any]]] = {}
     for entry in entries:
         with _recorded(run, entry.task, say):
             say(f"reading {entry.task}")
             built[entry.task] = (entry, task_dict([entry], data, seed=seed + FEWSHOT_SEED, say=say))
             run.settings.setdefault("notes", []).extend(notes(built[entry.task][1]))
-    if not built:
-        return run
+    if not built:  # nothing but mistakes: the first is the answer
+        thing, _, reason = run.failures[entries[0].task].partition(": ")
+        raise UserError(thing, reason or "cannot be read", "See the lines above")
     names = contender_names(model, teacher, ablations=ablations)
     for contender in contenders(model, teacher, names, device=device, dtype=dtype, backend=backend, say=say):
         run.runs_on[contender.name] = contender.runs_on
@@ -77,9 +80,11 @@ def run_tasks(
         for entry, loaded in built.values():
             with _recorded(run, f"{entry.task}, {contender.name}", say):
                 run.scores += _score(contender, cached, lm, entry, loaded, limit, chat, seed, out, say)
-            if out is not None:
-                run.write(out)  # a killed run shows what it had
+            if out is not None and run.scores:
+                run.settings["unfinished"] = True  # a killed run shows what it had, and that it is not all
+                merged_with_earlier(run, out).write(out)
         cached.dbdict.close()
+    run.settings.pop("unfinished", None)
     run.seconds = time.monotonic() - started
     return run
 

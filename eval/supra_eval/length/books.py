@@ -43,7 +43,8 @@ def read_books(
         mend = f"Leave {'it' if len(short) == 1 else 'them'} out of --data, or use shorter --contexts"
         raise UserError(
             f"{len(short)} of {len(short) + fitting} texts",
-            f"are shorter than the {length:,} tokens that the longest context needs ({listed}{more})",
+            f"are shorter than the {length:,} tokens that are read (the longest context, and 15 x 256 more where "
+            f"it slides): {listed}{more}",
             mend,
         )
     per_text = max(1, max_sequences // len(texts))

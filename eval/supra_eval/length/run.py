@@ -96,7 +96,7 @@ def _require_protocols(protocols: Sequence[str], contexts: Sequence[int]) -> Non
         raise UserError(
             f"--contexts {contexts[0]}",
             f"is no longer than the sliding window's stride of {SLIDING_STRIDE} tokens",
-            "Use longer contexts, or leave sliding out of --protocols",
+            "Use longer contexts",
         )
 
 

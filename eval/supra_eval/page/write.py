@@ -16,6 +16,7 @@ from .markdown import render_markdown
 from .view import make_page
 
 NAME = "report"
+MARK = '<meta name="generator" content="supra report">'
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ def write_page(runs: Sequence[tuple[Path, EvalRun]], folder: Path, title: str | 
     if paths.markdown.exists() and not paths.html.exists():
         raise UserError(
             str(paths.markdown), "is there already, and not this page's", "Choose another place with -o"
+        )
+    if paths.html.exists() and MARK not in paths.html.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(
+            str(paths.html), "is there already, and not this page", "Choose another place with -o"
         )
     page = make_page(runs, title)
     figures = [figure for section in page.sections for figure in section.figures]

@@ -315,7 +315,7 @@ class Prompts:
         room = context_tokens - needs[worst]
         if room < len(self.shots) + 1:
             raise UserError(
-                f"--context {context_tokens}",
+                f"--contexts {context_tokens}",
                 f"is too small for {self.task.name}: question {worst!r} with its shots and answer takes {needs[worst]} "
                 "tokens, before any document",
                 "Use a larger context",

@@ -33,7 +33,7 @@ from supra.generate import prefill
 from supra.loading import load_tokenizer
 from supra.train.run_folder import write_whole
 from supra_eval.contenders import Contender, contender_names, contenders
-from supra_eval.results import EvalRun, Score
+from supra_eval.results import EvalRun, Score, require_mergeable
 
 from .data import (
     QASPER_YES_NO,
@@ -244,6 +244,8 @@ def run_scrolls(
         "max_new_tokens": {task.name: task.max_new_tokens for task in chosen},
         "decoding": "greedy; qasper_yes_no by log-likelihood", "scale": "scores, chance and errors are x 100",
     })  # fmt: skip
+    if out is not None:
+        require_mergeable(run, out)
     names = contender_names(model, teacher, ablations=ablations)
     for contender in contenders(model, teacher, names, device=device, dtype=dtype, backend=backend, say=say):
         run.runs_on[contender.name] = contender.runs_on
@@ -318,7 +320,7 @@ def _check(
     tasks: Sequence[Task], contexts: Sequence[int], limit: int | None, split: str, truncate: str,
     chunk_tokens: int, out: Path | None,
 ) -> None:  # fmt: skip
-    numbers = {"--context": min(contexts, default=0), "--limit": limit, "--chunk-tokens": chunk_tokens}
+    numbers = {"--contexts": min(contexts, default=0), "--limit": limit, "--chunk-tokens": chunk_tokens}
     for option, number in numbers.items():
         if number is not None and number < 1:
             raise UserError(f"{option} {number}", "is out of range", "Use a value of at least 1")
