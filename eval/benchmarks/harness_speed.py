@@ -1,6 +1,7 @@
 """How much faster log-likelihood tasks run when shared prefixes are read once: our class against lm-eval's HFLM.
 
-Both run the same converted model on the same documents in one process; HFLM runs at each of `--hf-batch-sizes`. Scores must be equal, and the largest difference of a request's log-likelihood is printed.
+Both run the same converted model on the same documents in one process; HFLM runs at each of `--hf-batch-sizes`. Scores
+must be equal, and the largest difference of a request's log-likelihood is printed.
 
     python eval/benchmarks/harness_speed.py MODEL --threads 2
 """
@@ -26,8 +27,8 @@ from supra_eval.harness.model import SupraLM
 from supra_eval.harness.offline_data import spread_samples, task_dict
 from supra_eval.harness.task_groups import Entry
 
-# Task, shots, documents, and how much faster than HFLM at its default batch size of 1 it should be. MMLU's subjects have
-# 246 questions on average, so 40 of one share their shots less than the whole does.
+# Task, shots, documents, and how much faster than HFLM at its default batch size of 1 it should be. A subject of MMLU
+# has 246 questions on average, so 40 of one share their shots less than the whole does.
 CASES = (("mmlu_astronomy", 5, 40, 4.0), ("hellaswag", 0, 30, 2.0))
 
 
@@ -72,11 +73,13 @@ def main() -> None:
         ours = SupraLM(model, tokenizer, device=str(model.device))
         seconds, scores, results = timed(ours, loaded, samples)
         reference: dict[int, float] = {}
+        difference, same = 0.0, True
         for batch_size in options.hf_batch_sizes:
             hflm = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, device=str(model.device))
             reference[batch_size], expected, hf_results = timed(hflm, loaded, samples)
-            difference = max(abs(a - b) for a, b in zip(scores, expected, strict=True))
-            same = all(
+            differences = [abs(a - b) for a, b in zip(scores, expected, strict=True)]
+            difference = max(difference, *differences)
+            same = same and all(
                 results[name][key] == value
                 for name, row in hf_results.items()
                 for key, value in row.items()
