@@ -25,7 +25,7 @@ def render(run: EvalRun) -> Any:
         unit = unit_of(run.kind, metric)
         cells = [_cell(scores.get(name), unit) for name in models]
         if with_recovery:
-            cells.append(_recovery_cell(scores))
+            cells.append(NONE if unit.is_cost else _recovery_cell(scores))
         table.add_row(where, f"{metric}{unit.suffix}", *cells)
     for task, reason in run.failures.items():
         table.add_row(task, "[red]failed[/red]", reason)
