@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--hf-batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--data", default="packages")
+    parser.add_argument("--only", choices=[case[0] for case in CASES], help="one task instead of all")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -67,6 +68,8 @@ def main() -> None:
     model, tokenizer = loaded_model.model, loaded_model.tokenizer
     rows = []
     for task, shots, documents, aim in CASES:
+        if options.only not in (None, task):
+            continue
         entry = Entry(task, num_fewshot=shots)
         loaded = task_dict([entry], options.data)
         samples = spread_samples(loaded, [entry], documents)
