@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from threading import Thread
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks import Sampling
-from .errors import UserError
+from .errors import SupraError, UserError
 
 
 @torch.no_grad()
@@ -26,6 +26,44 @@ def prefill(model: Any, input_ids: Tensor, chunk_tokens: int, cache: Any = None)
         logits, cache = output.logits[:, -1], output.cache
     assert logits is not None
     return logits, cache
+
+
+@torch.no_grad()
+def greedy(
+    model: Any, ids: Tensor, max_new_tokens: int, *, ends: Collection[int], chunk_tokens: int,
+    until: Callable[[list[int]], bool] | None = None,
+) -> list[int]:  # fmt: skip
+    """The likeliest continuation of ids [1, T], up to one of `ends` (left out), `until` or `max_new_tokens`.
+
+    Raises:
+        SupraError: logits that are not finite.
+    """
+    logits, cache = prefill(model, ids, chunk_tokens)
+    written: list[int] = []
+    while True:
+        require_finite(logits)
+        token = int(logits.argmax(-1))
+        if token in ends:
+            return written
+        written.append(token)
+        if len(written) == max_new_tokens or (until is not None and until(written)):
+            return written
+        output = model(torch.tensor([[token]], device=model.device), cache=cache, use_cache=True)
+        logits, cache = output.logits[:, -1], output.cache
+
+
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """Tokens that end a text: the generation settings' and the tokenizer's own."""
+    ends = model.generation_config.eos_token_id
+    return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+
+
+def require_finite(logits: Tensor) -> None:
+    """SupraError where a logit is not finite."""
+    if not bool(logits.isfinite().all()):
+        raise SupraError(
+            "the model's logits", "are not finite", "Look for NaN weights: supra inspect, or retrain"
+        )
 
 
 def stream(

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -178,17 +178,27 @@ def _read_text(source: Source, data: Data) -> Iterator[str]:
 
 def _read_jsonl(source: Source, data: Data) -> Iterator[str]:
     with _open(source) as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{source.where} line {number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(where, f"not JSON ({error})", "Correct or remove that line.") from None
-            if not isinstance(row, dict):
-                raise UserError(where, "not a JSON object", "Each line must be an object with a text field.")
+        for where, row in json_objects(lines, source.where):
             yield _text_of(row, data.text_field, where)
+
+
+def json_objects(lines: Iterable[str | bytes], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each object of a file of JSON lines, with the file's `name` and its line number; empty lines are left out.
+
+    Raises:
+        UserError: a line that is no JSON object.
+    """
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{name} line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(where, f"is not JSON ({error})", "Correct or remove that line.") from None
+        if not isinstance(row, dict):
+            raise UserError(where, "is no JSON object", "Correct or remove that line.")
+        yield where, row
 
 
 def _read_parquet(source: Source, data: Data) -> Iterator[str]:

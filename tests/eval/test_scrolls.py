@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from supra.errors import SupraError, UserError
-from supra.generate import prefill
 from supra.loading import Loaded, load_model, load_tokenizer
 from supra_eval.contenders import Contender
+from supra_eval.harness.scoring import Limits, Scorer
 from supra_eval.results import EvalRun, read_run
 from supra_eval.scrolls import data as scrolls_data
 from supra_eval.scrolls import run as scrolls
@@ -139,10 +139,10 @@ def test_logits_that_are_not_finite_are_no_answer(teacher_dir: Path) -> None:
 
 def test_likelihoods_of_a_fork_equal_one_whole_pass(loaded: Loaded) -> None:
     paper = torch.randint(256, (1, 60), generator=torch.Generator().manual_seed(1))
-    cache = prefill(loaded.model, paper, 16)[1]
+    scorer = Scorer(loaded.model, Limits(chunk_tokens=16))
     question, answers = [3, 1, 4, 1, 5], [[9, 2, 6], [7], [9, 5]]
     for _ in range(2):  # asking leaves the paper's state as it was
-        found = scrolls.log_likelihoods(loaded.model, cache, question, answers, 2)
+        (found,) = scrolls.log_likelihoods(scorer, [[*paper[0].tolist(), *question]], [answers])
         for answer, value in zip(answers, found, strict=True):
             ids = torch.cat([paper, torch.tensor([[*question, *answer]])], dim=1)
             with torch.no_grad():
@@ -158,14 +158,19 @@ def test_a_paper_is_read_once_for_all_its_questions(
     contender = Contender("m", loaded.model, loaded.tokenizer, "print", "cpu")
     prompts = Prompts(QASPER_YES_NO, [], loaded.tokenizer, "middle")
     papers: list[int] = []
-    original = scrolls.prefill
+    read: list[int] = []
+    document, score = prompts.document, Scorer.score
 
-    def counted(model: Any, ids: torch.Tensor, chunk_tokens: int, cache: Any = None) -> Any:
-        if cache is None:
-            papers.append(ids.shape[1])
-        return original(model, ids, chunk_tokens, cache)
+    def cut(example: Example, num_tokens: int) -> list[int]:
+        papers.append(num_tokens)
+        return document(example, num_tokens)
 
-    monkeypatch.setattr(scrolls, "prefill", counted)
+    def counted(self: Scorer, requests: Any, *options: Any) -> Any:
+        yield from score(self, requests, *options)
+        read.append(self.tokens_read)
+
+    monkeypatch.setattr(prompts, "document", cut)
+    monkeypatch.setattr(Scorer, "score", counted)
     context = 200
 
     def predicted() -> dict[str, str]:
@@ -177,14 +182,21 @@ def test_a_paper_is_read_once_for_all_its_questions(
     # Each paper is cut for the longest of its own questions, numbers 2 and 3.
     longest = [len(f"\n\nQuestion: {questions[i].query}\nAnswer: yes") for i in (2, 3)]
     assert papers == [context - length for length in longest]
+    asked = {
+        example.id: document(example, papers[int(example.id) % 2]) + prompts.tails(example)[0]
+        for example in questions
+    }
+    distinct = {tuple(ids[: n + 1]) for ids in asked.values() for n in range(len(ids))}
+    # Short shared pieces may be read again, but no paper is.
+    assert len(distinct) <= read[-1] < len(distinct) + min(papers)
     for example in questions:
-        paper = prompts.document(example, papers[int(example.id) % 2])
-        whole = prompts.tails(example)[0]
-        cache = original(loaded.model, torch.tensor([paper]), 32)[1]
-        scores = scrolls.log_likelihoods(loaded.model, cache, whole, prompts.answers(example), 32)
+        (scores,) = scrolls.log_likelihoods(
+            Scorer(loaded.model, Limits(), share=False), [asked[example.id]], [prompts.answers(example)]
+        )
         assert first[example.id] == ("yes" if scores[0] >= scores[1] else "no")
+    again = len(read)
     assert predicted() == first
-    assert len(papers) == 2, "the second time everything comes from the file"
+    assert read[again:] == [0, 0], "the second time everything comes from the file"
 
 
 def test_real_generation_scores_teacher_and_student(

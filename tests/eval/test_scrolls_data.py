@@ -91,7 +91,7 @@ def test_hidden_labels_are_for_the_test_split_alone(tmp_path: Path) -> None:
         write_rows(tmp_path, "qasper", "test", [hidden | output])
         assert read_examples(QASPER, str(tmp_path), "test", None)[0].references == ()
         write_rows(tmp_path, "qasper", "validation", [hidden | output])
-        with pytest.raises(UserError, match=r"validation\.jsonl, line 1: .*'output'"):
+        with pytest.raises(UserError, match=r"validation\.jsonl line 1: .*'output'"):
             read_examples(QASPER, str(tmp_path), "validation", None)
 
 
@@ -109,7 +109,7 @@ def test_hidden_labels_are_for_the_test_split_alone(tmp_path: Path) -> None:
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, named: str) -> None:
     path = write_rows(tmp_path, "qasper", "validation", [row("a", "Who?\n\nText.")])
     path.write_text(path.read_text() + "\n" + line + "\n")
-    with pytest.raises(UserError, match=rf"qasper/validation\.jsonl, line 3: .*{named}"):
+    with pytest.raises(UserError, match=rf"qasper/validation\.jsonl line 3: .*{named}"):
         read_examples(QASPER, str(tmp_path), "validation", None)
 
 

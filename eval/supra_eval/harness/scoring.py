@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from supra.generate import cache_bytes
+from supra.generate import cache_bytes, require_finite
 from supra_eval.harness.forks import Row, can_fork, gather, new_cache
 from supra_eval.harness.prefixes import Request, Segment, num_read_tokens, plan_segments, shorten
 
@@ -202,6 +202,7 @@ class Scorer:
             place[row, readout.column + i] for row, readout in readouts for i in range(len(readout.targets))
         ]
         target = [token for _, readout in readouts for token in readout.targets]
+        require_finite(states)
         log_probs, best = self._log_probs(states, torch.tensor(at), torch.tensor(target))
         sums = torch.zeros(len(readouts), dtype=torch.float64).index_add_(0, torch.tensor(owner), log_probs)
         wrong = torch.zeros(len(readouts)).index_add_(0, torch.tensor(owner), (~best).float())

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from supra.errors import SupraError, UserError
-from supra.generate import prefill
+from supra.errors import UserError
+from supra.generate import end_tokens, greedy, prefill, require_finite
 from supra.loading import load_tokenizer
 from supra_eval.contenders import Contender
 from supra_eval.results import EvalRun, Grid, Score
@@ -25,7 +25,6 @@ EFFECTIVE_ACCURACY = 0.856
 EFFECTIVE_LENGTH = "effective_length"
 
 
-@torch.no_grad()
 def continuation(model: Any, tokenizer: Any, prompt: str, new_tokens: int, chunk_tokens: int = 512) -> str:
     """What `model` writes greedily after `prompt`, up to its end token or `new_tokens`; the prompt is read in chunks.
 
@@ -33,18 +32,8 @@ def continuation(model: Any, tokenizer: Any, prompt: str, new_tokens: int, chunk
         SupraError: the logits are not finite.
     """
     ids = tokenizer(prompt, return_tensors="pt", verbose=False).input_ids.to(model.device)
-    logits, cache = prefill(model, ids, chunk_tokens)
-    stop, written = _end_tokens(model, tokenizer), []
-    for step in range(new_tokens):
-        _require_finite(logits)
-        token = int(logits.argmax(-1))
-        if token in stop:
-            break
-        written.append(token)
-        if step < new_tokens - 1:
-            output = model(torch.tensor([[token]], device=model.device), cache=cache, use_cache=True)
-            logits, cache = output.logits[:, -1], output.cache
-    return str(tokenizer.decode(written))
+    ends = end_tokens(model, tokenizer)
+    return str(tokenizer.decode(greedy(model, ids, new_tokens, ends=ends, chunk_tokens=chunk_tokens)))
 
 
 @torch.no_grad()
@@ -65,7 +54,7 @@ def fraction_recalled(model: Any, tokenizer: Any, example: Example, chunk_tokens
     # From here on a few questions only: their logits fit side by side.
     output = model(ids[:, first:], cache=cache, use_cache=True)
     predicted = torch.cat([logits[:, None], output.logits[:, :-1]], dim=1)
-    _require_finite(predicted)
+    require_finite(predicted)
     right = (predicted.argmax(-1) == ids[:, first:])[0].tolist()
     return sum(all(right[i - first] for i in place) for place in places) / len(places)
 
@@ -191,16 +180,3 @@ def _summarise(session: Session, name: str, tasks: Sequence[str]) -> None:
 def _mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return sum(numbers) / len(numbers)
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> set[int]:
-    ends = model.generation_config.eos_token_id
-    listed = ends if isinstance(ends, list) else [ends]
-    return {int(end) for end in [*listed, tokenizer.eos_token_id] if end is not None}
-
-
-def _require_finite(logits: torch.Tensor) -> None:
-    if not bool(logits.isfinite().all()):
-        raise SupraError(
-            "the model's logits", "are not finite", "Look for NaN weights: supra inspect, or retrain"
-        )

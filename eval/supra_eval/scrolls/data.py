@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from supra.errors import SupraError, UserError
+from supra.train.sources import json_objects
 
 HUB = "tau/scrolls"
 SPLITS = ("train", "validation", "test")
@@ -180,16 +181,7 @@ def _rows(task: Task, data: str, split: str) -> Iterator[tuple[str, dict[str, An
     """Each row with its file and line number; a hidden output is None."""
     where, lines = _open(task, data, split)
     with lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            place = f"{where}, line {number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(place, f"is not JSON ({error})", "Give the official SCROLLS files") from error
-            if not isinstance(row, dict):
-                raise UserError(place, "is no JSON object", "Give the official SCROLLS files")
+        for place, row in json_objects(lines, where):
             row.setdefault("output", None)
             wanted = ("id", "input") if split == "test" else ("id", "input", "output")
             for name in wanted:

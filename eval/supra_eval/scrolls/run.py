@@ -7,14 +7,13 @@
   room. Pieces are tokenised apart and joined as ids, so that a cut never changes a question.
 - Answers are generated greedily, also for QuALITY and ContractNLI, which official SCROLLS scores by exact match of the
   generated text; lm-eval-harness compares the choices' likelihoods instead, so its numbers for these two differ.
-- `qasper_yes_no` compares the log-likelihoods of " yes" and " no"; a paper is read once, and what the model remembers
-  of it (state or keys and values) is copied for each of its questions. Its rows are the same for every split.
+- `qasper_yes_no` compares the log-likelihoods of " yes" and " no"; what the questions on a paper share is read once and
+  its state forked (`supra_eval.harness.scoring`). Its rows are the same for every split.
 - Scores, chance and errors are × 100. Prompts are read in chunks: a recurrent model's memory does not grow with them.
 """
 
 from __future__ import annotations
 
-import copy
 import csv
 import io
 import json
@@ -29,10 +28,12 @@ import xxhash
 
 from supra.checks import require_model_folder
 from supra.errors import SupraError, UserError
-from supra.generate import prefill
+from supra.generate import end_tokens, greedy
 from supra.loading import load_tokenizer
 from supra.train.run_folder import write_whole
 from supra_eval.contenders import Contender, contender_names, contenders
+from supra_eval.harness.prefixes import Request
+from supra_eval.harness.scoring import Limits, Scorer
 from supra_eval.results import EvalRun, Score, require_mergeable
 
 from .data import (
@@ -53,7 +54,6 @@ CONTEXTS = (2048, 4096, 8192, 16384)
 _PROGRESS_SECONDS = 30.0
 
 
-@torch.no_grad()
 def generate_greedy(
     model: Any, tokenizer: Any, ids: Sequence[int], max_new_tokens: int, *, stop_at_newline: bool,
     chunk_tokens: int,
@@ -63,56 +63,31 @@ def generate_greedy(
     Raises:
         SupraError: logits that are not finite.
     """
-    stops = _end_tokens(model, tokenizer)
-    logits, cache = prefill(model, torch.tensor([list(ids)], device=model.device), chunk_tokens)
-    new: list[int] = []
-    while True:
-        _require_finite(logits)
-        token = int(logits.argmax(-1))
-        if token in stops:
-            break
-        new.append(token)
-        if len(new) == max_new_tokens or (stop_at_newline and "\n" in tokenizer.decode(new)):
-            break
-        output = model(torch.tensor([[token]], device=model.device), cache=cache, use_cache=True)
-        logits, cache = output.logits[:, -1], output.cache
+    new = greedy(
+        model, torch.tensor([list(ids)], device=model.device), max_new_tokens,
+        ends=end_tokens(model, tokenizer), chunk_tokens=chunk_tokens,
+        until=(lambda written: "\n" in tokenizer.decode(written)) if stop_at_newline else None,
+    )  # fmt: skip
     text = tokenizer.decode(new, skip_special_tokens=True)
     return str(text.split("\n")[0] if stop_at_newline else text).strip()
 
 
-@torch.no_grad()
 def log_likelihoods(
-    model: Any, cache: Any, question: Sequence[int], answers: Sequence[Sequence[int]], chunk_tokens: int
-) -> list[float]:
-    """log p(answer | what `cache` holds, question) of each answer; `cache` is copied, never changed.
+    scorer: Scorer, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[int]]]
+) -> list[list[float]]:
+    """log p(answer | prompt) of each prompt's answers; what prompts share is read once.
 
     Raises:
         SupraError: logits that are not finite.
     """
-    asked = torch.tensor([list(question)], device=model.device)
-    last, after = prefill(model, asked, chunk_tokens, copy.deepcopy(cache))
-    found = []
-    for answer in answers:
-        ids = torch.tensor([list(answer)], device=model.device)
-        logits = last[:, None]  # [1, A, vocab], one row for each token of the answer
-        if len(answer) > 1:
-            more = model(ids[:, :-1], cache=copy.deepcopy(after), use_cache=True).logits
-            logits = torch.cat([logits, more], dim=1)
-        _require_finite(logits)
-        found.append(float(logits.double().log_softmax(-1).gather(2, ids[..., None]).sum()))
-    return found
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> set[int]:
-    ends = model.generation_config.eos_token_id
-    return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
-
-
-def _require_finite(logits: torch.Tensor) -> None:
-    if not bool(torch.isfinite(logits).all()):
-        raise SupraError(
-            "the model's logits", "are not finite", "Look for NaN weights: supra inspect, or retrain"
-        )
+    requests = [
+        Request((*prompt, *answer[:-1]), tuple(answer))
+        for prompt, own in zip(prompts, answers, strict=True)
+        for answer in own
+    ]
+    found = {outcome.request: outcome.log_likelihood for outcome in scorer.score(requests)}
+    numbers = iter(range(len(requests)))
+    return [[found[next(numbers)] for _ in own] for own in answers]
 
 
 class Predictions:
@@ -176,24 +151,22 @@ def predict_yes_no(
     store: Predictions, chunk_tokens: int,
 ) -> Iterator[tuple[Example, str]]:  # fmt: skip
     """Yield each example with `yes` or `no`, whichever is likelier; questions of one paper come one after the other."""
+    scorer = Scorer(contender.model, Limits(chunk_tokens=chunk_tokens))
     by_paper: dict[str, list[Example]] = {}
     for example in examples:
         by_paper.setdefault(example.document, []).append(example)
     for questions in by_paper.values():
         room = prompts.room(questions, context_tokens)  # one cut for all questions of a paper
         paper = prompts.begin + prompts.document(questions[0], room)
-        cache = None
-        for example in questions:
-            (asked,), answers = prompts.tails(example), prompts.answers(example)
-            key = _hash([*paper, *asked], answers)
-            prediction = store.get(example, key)
-            if prediction is None:
-                if cache is None:
-                    ids = torch.tensor([paper], device=contender.model.device)
-                    cache = prefill(contender.model, ids, chunk_tokens)[1]
-                scores = log_likelihoods(contender.model, cache, asked, answers, chunk_tokens)
-                prediction = store.add(example, key, YES_NO[int(np.argmax(scores))])
-            yield example, prediction
+        asked = [[*paper, *prompts.tails(example)[0]] for example in questions]
+        answers = [prompts.answers(example) for example in questions]
+        keys = [_hash(*pair) for pair in zip(asked, answers, strict=True)]
+        known = [store.get(example, key) for example, key in zip(questions, keys, strict=True)]
+        new = [i for i, prediction in enumerate(known) if prediction is None]
+        scores = log_likelihoods(scorer, [asked[i] for i in new], [answers[i] for i in new])
+        for i, own in zip(new, scores, strict=True):
+            known[i] = store.add(questions[i], keys[i], YES_NO[int(np.argmax(own))])
+        yield from zip(questions, (str(prediction) for prediction in known), strict=True)
 
 
 def _hash(ids: Sequence[int], settings: object) -> str:
@@ -238,8 +211,9 @@ def run_scrolls(
             f"{task.name}: {len(examples)} examples, {len(prompts.shots)} shots, documents cut at {truncate!r}"
         )
     run = EvalRun("scrolls", str(model), None if teacher is None else str(teacher), seed, settings={
-        "tasks": [task.name for task in chosen], "data": data, "contexts": list(cutoffs), "limit": limit,
-        "split": split, "truncate": truncate, "chunk_tokens": chunk_tokens,
+        "tasks": [task.name for task in chosen], "contexts": list(cutoffs), "limit": limit,
+        "data": None if chosen == (QASPER_YES_NO,) else data, "split": split, "truncate": truncate,
+        "chunk_tokens": chunk_tokens,
         "num_shots": {task.name: task.num_shots for task in chosen},
         "max_new_tokens": {task.name: task.max_new_tokens for task in chosen},
         "decoding": "greedy; qasper_yes_no by log-likelihood", "scale": "scores, chance and errors are x 100",
