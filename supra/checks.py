@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from .errors import UserError
+from .errors import SupraError, UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -66,6 +67,22 @@ def require_model_folder(path: Path) -> None:
             "has no config.json, so it is no model folder",
             "Give the folder that holds config.json",
         )
+
+
+def require_matplotlib() -> Any:
+    """matplotlib, drawing to files only.
+
+    Raises:
+        SupraError: it is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise SupraError(
+            "plots", "matplotlib is not installed", "Run: pip install 'supra-lm[plots]'"
+        ) from error
+    matplotlib.use("Agg")
+    return matplotlib
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .errors import SupraError
+from .checks import require_matplotlib
 
 TEACHER, STUDENT = "#8a8f98", "#c2410c"
 ROWS = {
@@ -130,13 +130,7 @@ def _quote(text: str) -> str:
 
 
 def _figure(title: str) -> tuple[Any, Any]:
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise SupraError(
-            "plots", "matplotlib is not installed", "Run: pip install 'supra-lm[plots]'"
-        ) from error
-    matplotlib.use("Agg")
+    require_matplotlib()
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained", dpi=150)

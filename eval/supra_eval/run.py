@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from supra.checks import require_matplotlib
 from supra.errors import SupraError, UserError
 from supra_eval.results import EvalRun, merged_with_earlier
 from supra_eval.tables import describe_settings, render
@@ -115,7 +116,7 @@ def score_length(
     Raises:
         UserError: no text for the losses, or a task, context, depth or scaling that is wrong.
     """
-    from supra_eval.length import PROTOCOLS, require_matplotlib, run_length, run_recall, write_plots
+    from supra_eval.length import PROTOCOLS, run_length, run_recall, write_plots
     from supra_eval.length.recall_tasks import TASKS
 
     if length and not data:

@@ -90,10 +90,10 @@ def _create(run_dir: Path, recipe_yaml: str, run_json: str) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file beside, then rename it over `path`."""
     beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(text, encoding="utf-8")
+    beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
     os.replace(beside, path)
 
 

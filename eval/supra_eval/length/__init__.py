@@ -1,7 +1,7 @@
 """Evaluation past the training length: losses by position and distance, recall tasks, and what a context costs."""
 
-from .plots import require_matplotlib, write_plots
+from .plots import write_plots
 from .recall import run_recall
 from .run import PROTOCOLS, run_length
 
-__all__ = ["PROTOCOLS", "require_matplotlib", "run_length", "run_recall", "write_plots"]
+__all__ = ["PROTOCOLS", "run_length", "run_recall", "write_plots"]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from supra.errors import SupraError
+from supra.checks import require_matplotlib
 from supra_eval.results import Curve, Grid
 
 from .merge import PlotKey
@@ -155,12 +155,7 @@ def _draw_grid(kind: str, key: PlotKey, label: str, grid: Grid, low: float, high
 @contextlib.contextmanager
 def _style() -> Iterator[Any]:
     """matplotlib, with the page's style for as long as this is open."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise SupraError(
-            "plots", "matplotlib is not installed", "Run: pip install 'supra-lm[plots]'"
-        ) from error
+    matplotlib = require_matplotlib()
     with matplotlib.rc_context(_STYLE):
         yield matplotlib
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +54,7 @@ def write_page(runs: Sequence[tuple[Path, EvalRun]], folder: Path, title: str | 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for figure in figures:
-            _write_bytes(folder / names[figure.slug], figure.png)
+            write_whole(folder / names[figure.slug], figure.png)
         write_whole(paths.html, render_html(page))
         write_whole(paths.markdown, render_markdown(page, names))
     except OSError as error:
@@ -65,9 +64,3 @@ def write_page(runs: Sequence[tuple[Path, EvalRun]], folder: Path, title: str | 
             "Choose another place with -o",
         ) from error
     return paths
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_bytes(content)
-    os.replace(beside, path)
