@@ -124,19 +124,30 @@ def require_mergeable(run: EvalRun, folder: Path) -> None:
     """UserError where `folder` holds another model's results, or results that were measured with other settings."""
     if not (folder / RESULTS_NAME).exists():
         return
+
+    def decisive(one: EvalRun) -> dict[str, Any]:
+        settings = {name: value for name, value in one.settings.items() if name not in MERGEABLE}
+        return {**settings, "model": one.model, "seed": one.seed}
+
     earlier = read_run(folder)
-    mine = {"model": run.model, "teacher": run.teacher, "seed": run.seed, **run.settings}
-    its = {"model": earlier.model, "teacher": earlier.teacher, "seed": earlier.seed, **earlier.settings}
+    mine, theirs = decisive(run), decisive(earlier)
+    if run.teacher and earlier.teacher:  # one without a teacher lacks its scores and no more
+        mine["teacher"], theirs["teacher"] = run.teacher, earlier.teacher
+    refuse_others(folder, mine, theirs)
+
+
+def refuse_others(folder: Path, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """UserError that names each setting in which the results in `folder` differ from those to be measured."""
     differing = [
-        f"{key} {its.get(key)} where this is {value}"
-        for key, value in mine.items()
-        if key not in MERGEABLE and its.get(key) != value and (key != "teacher" or (value and its.get(key)))
+        f"{key} {theirs.get(key)} where this is {mine.get(key)}"
+        for key in sorted(mine.keys() | theirs.keys())
+        if mine.get(key) != theirs.get(key)
     ]
     if differing:
         raise UserError(
             str(folder),
             f"holds results of another evaluation ({'; '.join(differing)})",
-            "Choose another place with -o",
+            "Choose another folder with -o, or remove its results.json",
         )
 
 

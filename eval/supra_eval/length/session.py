@@ -16,7 +16,7 @@ import torch
 from supra.checks import require_model_folder
 from supra.errors import SupraError, UserError
 from supra_eval.contenders import Contender, contender_names, contenders, fingerprint
-from supra_eval.results import RESULTS_NAME, Curve, EvalRun, Grid, Score, read_run
+from supra_eval.results import RESULTS_NAME, Curve, EvalRun, Grid, Score, read_run, refuse_others
 
 from .rope import scaled_rope, scaled_rope_parameters
 
@@ -121,14 +121,7 @@ class Session:
         if self.out is None or not (self.out / RESULTS_NAME).is_file():
             return
         earlier = read_run(self.out)
-        mine, theirs = _decisive(self.run), _decisive(earlier)
-        differing = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
-        if differing:
-            raise UserError(
-                str(self.out),
-                f"holds results that were measured with another {', another '.join(differing)}",
-                "Choose another folder with -o, or remove its results.json",
-            )
+        refuse_others(self.out, _decisive(self.run), _decisive(earlier))
         self.run.scores, self.run.curves, self.run.grids = earlier.scores, earlier.curves, earlier.grids
         self.run.failures, self.run.runs_on = earlier.failures, earlier.runs_on
         self._earlier_seconds = earlier.seconds
