@@ -12,6 +12,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Triton reads this when it is first imported: without a GPU its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 torch.set_num_threads(int(os.environ.get("SUPRA_TEST_THREADS", "1")))
 settings.register_profile("supra", deadline=None, max_examples=20)
 settings.load_profile("supra")

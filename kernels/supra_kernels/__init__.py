@@ -1,13 +1,13 @@
 """Linear attention operators: one public API, several backends (see kernels/README.md)."""
 
 from supra_kernels.autograd import (
-    BackendError,
     available_backends,
     linear_attention,
     linear_attention_step,
     resolve_backend,
     window_attention,
 )
+from supra_kernels.errors import BackendError
 
 __all__ = [
     "BackendError",

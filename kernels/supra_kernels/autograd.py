@@ -1,10 +1,13 @@
 """The operators and their dispatch: the only file that knows backends.
 
-A backend is one entry of `BACKENDS`. `auto` takes the first entry of `AUTO_ORDER` that is available on the
-tensors' device; any other name is used as asked or refused with the reason. Nothing ever falls back
-silently.
+A backend is one entry of `BACKENDS`. `auto` takes the first entry of `AUTO_ORDER` for the tensors' device type
+that is available there; any other name is used as asked or refused with the reason. Nothing ever falls back
+silently. Backends that need Triton are imported when first used.
 """
 
+import importlib
+import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +17,10 @@ from torch import Tensor
 
 from supra_kernels import reference
 from supra_kernels.chunk_torch import linear_attention_torch
+from supra_kernels.errors import BackendError
 from supra_kernels.step import linear_attention_step_torch
 from supra_kernels.validate import check_linear_attention, check_step, check_window
 from supra_kernels.window import window_attention_torch
-
-
-class BackendError(ValueError):
-    """The backend asked for does not exist or cannot run here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,25 @@ def _everywhere(device: torch.device | None) -> str | None:
     return None
 
 
+def _triton(device: torch.device | None) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton; it exists for Linux)"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+        return "it needs a GPU that torch sees (TRITON_INTERPRET=1 runs it on a CPU, slowly, for tests)"
+    return None
+
+
+def _later(module: str, name: str) -> Callable[..., Any]:
+    """The operator `name` of `module`, imported at its first call."""
+
+    def operator(*arguments: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*arguments, **options)
+
+    return operator
+
+
 BACKENDS: dict[str, Backend] = {
     "torch": Backend(
         linear_attention_torch, linear_attention_step_torch, window_attention_torch, _everywhere
@@ -49,8 +68,9 @@ BACKENDS: dict[str, Backend] = {
         _everywhere,
     ),
 }
-# The reference is for tests: a quick program must never end up on it unasked.
-AUTO_ORDER = ("torch",)
+# By device type. The reference and Triton's interpreter are for tests: a program must never end up on them unasked.
+AUTO_ORDER: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch")}
+AUTO_ELSEWHERE = ("torch",)
 
 
 def available_backends() -> dict[str, str]:
@@ -66,7 +86,8 @@ def resolve_backend(name: str, device: torch.device | str) -> str:
     """
     device = torch.device(device)
     if name == "auto":
-        reasons = {each: BACKENDS[each].unavailable(device) for each in AUTO_ORDER}
+        order = AUTO_ORDER.get(device.type, AUTO_ELSEWHERE)
+        reasons = {each: BACKENDS[each].unavailable(device) for each in order}
         for each, reason in reasons.items():
             if reason is None:
                 return each

@@ -1,0 +1,1 @@
+"""Triton kernels for GPUs: chunked linear attention, its one-token step, and window attention."""
