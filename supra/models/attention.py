@@ -19,6 +19,7 @@ from .configuration_supra import SupraConfig
 from .decay import build_decay
 from .decode import roll, step_sinks, window_step
 from .feature_maps import build_feature_maps
+from .fused_step import fused_step, fuses
 from .packing import Packing, delay_rows
 from .precision import KeepsFloat32
 from .sinks import add_sinks, update_sinks
@@ -140,14 +141,17 @@ class SupraLinearAttention(nn.Module):
         """hidden_states [B, T, hidden] -> ([B, T, hidden], None); pads and documents come in `packing`."""
         batch_size, num_columns, _ = hidden_states.shape
         q, k, v = self._project(hidden_states)
-        q, k, mapped_q, mapped_k = self._map_features(q, k, position_embeddings)
-        if packing is not None:
-            q, k, v, mapped_q, mapped_k = (packing.pack(x) for x in (q, k, v, mapped_q, mapped_k))
         memory: RecurrentLayer | None = None
         if cache is not None:
             layer = cache.layers[self.layer_idx]
             assert isinstance(layer, RecurrentLayer)
             memory = layer
+        if packing is None and memory is not None and fuses(self, q, memory):
+            output = fused_step(self, q, k, v, position_embeddings, memory)
+            return self.o_proj(output.flatten(-2).to(hidden_states.dtype)), None
+        q, k, mapped_q, mapped_k = self._map_features(q, k, position_embeddings)
+        if packing is not None:
+            q, k, v, mapped_q, mapped_k = (packing.pack(x) for x in (q, k, v, mapped_q, mapped_k))
         decoding = num_columns == 1 and packing is None and self.window and not torch.is_grad_enabled()
         if decoding and memory is not None and memory.recurrent_state is not None:
             output = self._decode(q, k, v, mapped_q, mapped_k, memory)

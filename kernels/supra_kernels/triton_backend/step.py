@@ -87,7 +87,7 @@ def linear_attention_step(
     with _on(q.device):
         step_kernel[(B * S, blocks)](
             q.contiguous(), k.contiguous(), v.contiguous(), own, _contiguous(log_decay), o, _stride(log_decay),
-            scale, S, SHARE=S // G, HEADS=H // S, **options,
+            scale, S, H // S, SHARE=S // G, **options,
         )  # fmt: skip
     return o, state if own is state else state.copy_(own)
 
@@ -138,7 +138,7 @@ def decode_step(
         decode_kernel[(B * S,)](
             q.contiguous(), k.contiguous(), v.contiguous(), state, _contiguous(log_decay), _contiguous(cos),
             _contiguous(sin), *weights.tensors(), out, _stride(log_decay), _stride(cos), plan.scale, plan.eps, S,
-            SHARE=S // G, HEADS=H // S, **_decode_config(plan, D, K, V),
+            H // S, SHARE=S // G, **_decode_config(plan, D, K, V),
         )  # fmt: skip
     return out
 
@@ -292,7 +292,9 @@ def _step_case(dtype: torch.dtype, K: int, V: int, heads: int) -> CompileCase:
         "log_decay": "*fp32",
     }
     signature |= {"decay_stride": "i32", "scale": "fp32", "S": "i32"}
-    constants |= {"SHARE": 4 if heads == 1 else 1, "HEADS": heads}
+    # Triton makes a constant of every integer that is 1.
+    signature |= {"HEADS": "i32"} if heads > 1 else {}
+    constants |= {"SHARE": 1} if heads > 1 else {"SHARE": 4, "HEADS": 1}
     return _case(f"step {TYPES[dtype]} K={K} V={V} heads={heads}", step_kernel, signature, constants)
 
 
@@ -309,7 +311,8 @@ def _decode_case(dtype: torch.dtype, plan: StepPlan, D: int, heads: int) -> Comp
     if plan.norm == "group_norm":
         signature |= {"norm_weight": typed, "norm_bias": typed}
     constants = _decode_config(plan, D, 2 * D if plan.feature_map == "hedgehog" else D, D)
-    constants |= {"SHARE": 4 if heads == 1 else 1, "HEADS": heads}
+    signature |= {"HEADS": "i32"} if heads > 1 else {}
+    constants |= {"SHARE": 1} if heads > 1 else {"SHARE": 4, "HEADS": 1}
     name = f"decode {TYPES[dtype]} {plan.feature_map} rope {plan.rope} {plan.norm} D={D} heads={heads}"
     return _case(name, decode_kernel, signature, constants)
 

@@ -24,8 +24,8 @@ def step_kernel(
     decay_stride,  # from one row of log_decay to the next; 0 where all rows share it
     scale,
     S,
+    HEADS,  # no constant: the compiler would unroll the loop over them and run out of registers
     SHARE: tl.constexpr,  # states that read one key/value head, S/G
-    HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -191,8 +191,8 @@ def decode_kernel(
     scale,
     eps,
     S,
+    HEADS,  # no constant: the compiler would unroll the loop over them and run out of registers
     SHARE: tl.constexpr,  # states that read one key/value head, S/G
-    HEADS: tl.constexpr,
     D: tl.constexpr,
     V: tl.constexpr,
     WIDE: tl.constexpr,  # whether K = 2D, else K = D
