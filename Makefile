@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo eval test test-all bench lint clean
+.PHONY: demo eval test test-all bench kernels-report lint clean
 
 # A real Llama becomes an RNN; goes on where it was stopped. Writes runs/demo/.
 demo: .venv/.demo
@@ -38,6 +38,10 @@ test-all: .venv/.test .venv/.demo .venv/.eval lint
 # One layer's forward and backward against torch's softmax attention.
 bench: .venv/.demo
 	$(BIN)/python kernels/benchmarks/cpu_layer.py
+
+# Every kernel compiled for A100, H100 and MI300, no GPU needed: registers, spills, shared memory. Takes about an hour.
+kernels-report: .venv/.test
+	$(BIN)/python kernels/benchmarks/compile_report.py
 
 lint: .venv/.test
 	$(BIN)/ruff check .

@@ -68,6 +68,20 @@ BACKENDS: dict[str, Backend] = {
         _everywhere,
     ),
 }
+TRITON = "supra_kernels.triton_backend"
+BACKENDS["triton"] = Backend(
+    _later(TRITON, "linear_attention"),
+    _later(TRITON, "linear_attention_step"),
+    _later(TRITON, "window_attention"),
+    _triton,
+)
+FLA = "supra_kernels.fla_backend"
+BACKENDS["fla"] = Backend(
+    _later(FLA, "linear_attention"),
+    _later(FLA, "linear_attention_step"),
+    _later(FLA, "window_attention"),
+    _later(FLA, "unavailable"),
+)
 # By device type. The reference and Triton's interpreter are for tests: a program must never end up on them unasked.
 AUTO_ORDER: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch")}
 AUTO_ELSEWHERE = ("torch",)

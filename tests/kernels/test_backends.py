@@ -1,5 +1,6 @@
 """Dispatch never falls back silently, and bad arguments are named."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,31 @@ def zeros(*shape: int) -> torch.Tensor:
 
 
 def test_the_table_and_the_auto_rule() -> None:
-    assert available_backends() == {"torch": "available", "reference": "available"}
+    assert list(available_backends()) == ["torch", "reference", "triton", "fla"]
+    assert all(available_backends()[name] == "available" for name in ("torch", "reference"))
+    # Also where TRITON_INTERPRET=1 makes Triton available on a CPU: nobody wants to end up on it unasked.
     assert resolve_backend("auto", "cpu") == "torch"
     assert resolve_backend("reference", torch.device("cpu")) == "reference"
+
+
+def test_triton_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x = zeros(1, 2, 1, 16)
+    with pytest.raises(
+        BackendError, match=r"'triton' cannot run on cpu: (it needs a GPU|triton is not installed)"
+    ):
+        linear_attention(x, x, x, backend="triton")
+
+
+def test_auto_takes_triton_on_a_gpu_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = autograd.BACKENDS["triton"]
+    for reason, chosen in ((None, "triton"), ("broken", "torch")):
+        monkeypatch.setitem(
+            autograd.BACKENDS,
+            "triton",
+            dataclasses.replace(triton, unavailable=lambda device, reason=reason: reason),
+        )
+        assert resolve_backend("auto", "cuda") == chosen
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:

@@ -16,8 +16,10 @@ TYPES = {
 
 @dataclass(frozen=True)
 class CompileCase:
-    """One specialisation of a kernel: `signature` names every argument's type ("*bf16", "i32", "constexpr"), `constexprs`
-    the values of the constant ones."""
+    """One specialisation of a kernel.
+
+    `signature` names every argument's type ("*bf16", "i32", "constexpr"), `constexprs` the values of the constant ones.
+    """
 
     name: str
     kernel: Any

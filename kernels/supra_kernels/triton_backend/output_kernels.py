@@ -1,0 +1,77 @@
+"""The output of every chunk at once, from its own tokens and from the state before it."""
+
+import triton
+import triton.language as tl
+
+from supra_kernels.triton_backend.tiles import (
+    chunk_rows,
+    from_start,
+    load_decay,
+    load_rows,
+    mask_scores,
+    state_pointers,
+    store_rows,
+)
+
+
+@triton.jit
+def query_key_products(
+    q, k, token, valid, head, g, H, G, K,
+    C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Q Kᵀ [C, C] of one query head and its key head in one chunk."""
+    scores = tl.zeros([C, C], tl.float32)
+    for piece in tl.static_range(NK):
+        q_rows = load_rows(q, token, valid, head, H, K, piece * BK, BK)
+        k_rows = load_rows(k, token, valid, g, G, K, piece * BK, BK)
+        scores = tl.dot(q_rows, tl.trans(k_rows), scores, input_precision=PRECISION)
+    return scores
+
+
+@triton.jit
+def _output_piece(
+    q, v, states, o, scores, reads, token, valid, c, s, head, g, S, H, G, K, V, V_STRIDE, scale, first,
+    C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, MIXED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    old = tl.zeros([C, BV], tl.float32)
+    for piece in tl.static_range(NK):
+        q_rows = load_rows(q, token, valid, head, H, K, piece * BK, BK)
+        at, exists = state_pointers(states, c, s, S, K, V, V_STRIDE, piece * BK, first, BK, BV)
+        state = tl.load(at, mask=exists, other=0.0)
+        old = tl.dot(q_rows.to(MIXED), state.to(MIXED), old, input_precision=PRECISION)
+    v_rows = load_rows(v, token, valid, g, G, V, first, BV)
+    value = tl.dot(scores, v_rows.to(MIXED), old * (reads * scale)[:, None], input_precision=PRECISION)
+    store_rows(o, value, token, valid, head, H, V, first, BV)
+
+
+@triton.jit
+def chunk_output(
+    q, k, v, states, o, decay, decay_low, chunk_start, chunk_tokens, S, H, G, K, V, V_STRIDE, scale,
+    HEADS: tl.constexpr, STATES: tl.constexpr, DECAY: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr,
+    MIXED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """o = scale · ((Q Kᵀ ∘ D) V + exp(b) ∘ Q S), S the state before the chunk.
+
+    Grid: chunks, key/value heads. A program takes the group's HEADS query heads, which have STATES states, one after
+    the other, so that keys, values and a state they share come from memory once and from cache afterwards.
+    """
+    c, g = tl.program_id(0), tl.program_id(1)
+    token, i, valid, _ = chunk_rows(chunk_start, chunk_tokens, c, C)
+    for h in range(HEADS):
+        head = g * HEADS + h
+        s = g * STATES + h * STATES // HEADS
+        hi, lo, unit = load_decay(decay, decay_low, token, i, valid, s, S, DECAY)
+        scores = query_key_products(q, k, token, valid, head, g, H, G, K, C, BK, NK, PRECISION)
+        scores = (mask_scores(scores, hi, lo, unit, i, valid, DECAY) * scale).to(MIXED)
+        reads = from_start(hi, lo, unit, valid, DECAY)
+        for piece in tl.static_range(NV):
+            _output_piece(
+                q, v, states, o, scores, reads, token, valid, c, s, head, g, S, H, G, K, V, V_STRIDE, scale, piece * BV,
+                C, BK, NK, BV, MIXED, PRECISION,
+            )  # fmt: skip
+        if TAIL:
+            _output_piece(
+                q, v, states, o, scores, reads, token, valid, c, s, head, g, S, H, G, K, V, V_STRIDE, scale, NV * BV,
+                C, BK, NK, TAIL, MIXED, PRECISION,
+            )  # fmt: skip
