@@ -146,7 +146,7 @@ def test_a_step_that_needs_a_gradient_leaves_the_state_alone(problem: Make) -> N
 
 
 def test_float64_and_an_empty_batch() -> None:
-    x = torch.zeros(1, 1, 4, dtype=torch.float64)
+    x = torch.zeros(1, 1, 4, dtype=torch.float64, requires_grad=True)
     with pytest.raises(BackendError, match=r"'triton' computes in fp32"):
         linear_attention_step(x, x, x, torch.zeros(1, 1, 4, 4, dtype=torch.float64))
     nothing = torch.zeros(0, 2, 4, device=DEVICE)

@@ -75,9 +75,9 @@ def linear_attention_step(
     differentiates, so there is no backward kernel. Raises BackendError for fp64.
     """
     inputs = (q, k, v, state, log_decay)
+    _refuse_float64(*inputs)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return linear_attention_step_torch(q, k, v, state, log_decay, scale=scale)
-    _refuse_float64(*inputs)
     (B, H, K), (G, V), S = q.shape, v.shape[-2:], state.shape[1]
     o = torch.empty(B, H, V, dtype=v.dtype, device=q.device)
     if o.numel() == 0:
