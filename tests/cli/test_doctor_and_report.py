@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from supra import doctor
 from supra.report import context_table, perplexity_table, write_report
+from supra_kernels import BackendError
 
 RESULTS = {
     "teacher_name": "Tiny", "recipe": "demo",
@@ -23,24 +28,124 @@ RESULTS = {
 }  # fmt: skip
 
 
-def test_doctor_checks_every_backend() -> None:
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "TOKENS", 70)
+
+
+@pytest.mark.usefixtures("short")
+def test_doctor_checks_every_operator_of_every_backend() -> None:
     report = doctor.examine()
     checked = {check.backend: check for check in report.backends}
-    assert checked["torch"].max_error is not None
+    assert {check.operator for check in checked["torch"].operators} == set(doctor.OPERATORS)
+    for check in (*checked["torch"].operators, *checked["reference"].operators):
+        assert check.result == "passed"
+        assert check.max_error is not None and check.milliseconds is not None
     assert report.healthy
-    assert json.loads(report.to_json())["healthy"]
     assert report.auto_backend in checked
+    found = json.loads(report.to_json())
+    assert found["healthy"]
+    assert [each["backend"] for each in found["backends"]] == list(checked)
+    text = rendered(report)
+    for part in ("torch", "forward", "backward", "step", "window", "fp32", "passed"):
+        assert part in text
 
 
-def test_doctor_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def rendered(report: doctor.Examination) -> str:
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(report.render())
+    return console.export_text()
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for a GPU here")
+@pytest.mark.usefixtures("short")
+def test_doctor_says_that_triton_is_interpreted() -> None:
+    pytest.importorskip("triton")
+    report = doctor.examine()
+    check = next(check for check in report.backends if check.backend == "triton")
+    assert check.status == "interpreted"
+    assert [each.result for each in check.operators] == ["passed"] * 4
+    assert all(each.milliseconds is None for each in check.operators)
+    assert "triton, interpreted" in rendered(report)
+
+
+def only(monkeypatch: pytest.MonkeyPatch, **backends: str) -> None:
+    monkeypatch.setattr(doctor, "available_backends", lambda: backends)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("operator", ["linear_attention", "linear_attention_step", "window_attention"])
+def test_doctor_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, operator: str) -> None:
+    only(monkeypatch, torch="available")
+    right = getattr(doctor, operator)
+
+    def wrong(*args: object, backend: str, **kwargs: object) -> tuple[torch.Tensor, object]:
+        output, other = right(*args, backend=backend, **kwargs)
+        return (output * 1.001 if backend == "torch" else output), other
+
+    monkeypatch.setattr(doctor, operator, wrong)
+    report = doctor.examine()
+    assert not report.healthy
+    names = {
+        "linear_attention": {"forward", "backward"},
+        "linear_attention_step": {"step"},
+        "window_attention": {"window"},
+    }
+    wrongs = {check.operator for check in report.backends[0].operators if check.result == "wrong result"}
+    assert wrongs == names[operator]
+    assert "WRONG RESULT" in rendered(report)
+
+
+@pytest.mark.usefixtures("short")
+def test_refusals_failures_and_absent_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal is no failure, an exception is one, and neither ends the examination."""
+    only(monkeypatch, picky="available", absent="it needs a GPU", torch="available")
     right = doctor.linear_attention
 
-    def wrong(q: torch.Tensor, *args: object, backend: str, **kwargs: object) -> tuple[torch.Tensor, object]:
-        output, state = right(q, *args, backend=backend, **kwargs)
-        return (output * 1.001 if backend == "torch" else output), state
+    def picky(*args: Any, backend: str, **kwargs: Any) -> Any:
+        if backend == "picky":
+            raise BackendError("backend 'picky' refuses fp32 inputs")
+        return right(*args, backend=backend, **kwargs)
 
-    monkeypatch.setattr(doctor, "linear_attention", wrong)
-    assert not doctor.examine().healthy
+    monkeypatch.setattr(doctor, "linear_attention", picky)
+    for name in ("linear_attention_step", "window_attention"):
+        inner = getattr(doctor, name)
+        monkeypatch.setattr(
+            doctor,
+            name,
+            lambda *a, backend, inner=inner, **k: inner(*a, backend=backend.replace("picky", "torch"), **k),
+        )
+    report = doctor.examine()
+    refused, absent, _ = report.backends
+    assert [check.result for check in refused.operators] == [
+        *["refused: backend 'picky' refuses fp32 inputs"] * 2, "passed", "passed"
+    ]  # fmt: skip
+    assert absent.status == "it needs a GPU" and not absent.operators
+    assert report.healthy
+    text = rendered(report)
+    assert "refused: backend 'picky' refuses fp32 inputs" in text
+    assert "unavailable" in text and "it needs a GPU" in text
+
+    def broken(*args: Any, backend: str, **kwargs: Any) -> Any:
+        if backend == "picky":
+            raise RuntimeError("no kernel image")
+        return right(*args, backend=backend, **kwargs)
+
+    monkeypatch.setattr(doctor, "linear_attention", broken)
+    report = doctor.examine()
+    assert report.backends[0].operators[0].result == "failed: RuntimeError: no kernel image"
+    assert not report.healthy
+
+
+def test_doctor_in_bf16_and_with_nan() -> None:
+    """What a GPU adds to the examination, on the backend that runs anywhere."""
+    bench, cpu = doctor.Bench(), torch.device("cpu")
+    for operator in doctor.OPERATORS:
+        check = bench.check("torch", operator, torch.bfloat16, cpu, 70, False)
+        assert (check.dtype, check.result) == ("bf16", "passed"), check
+    assert math.isnan(doctor._error([torch.tensor([1.0, math.nan])], [torch.ones(2)]))
 
 
 def test_report_page_and_plots(tmp_path: Path) -> None:
