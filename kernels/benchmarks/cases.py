@@ -182,8 +182,10 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int)
 
 
 def contenders(case: Case, backend: str, dry: bool) -> dict[str, Callable[[Inputs], Call]]:
-    """Name → what makes a call of that contender from inputs. Making or calling may raise BackendError: not comparable
-    here, with the reason."""
+    """Name → what makes a call of that contender from inputs, the dispensable last.
+
+    Making or calling may raise BackendError: not comparable here, with the reason.
+    """
     m, scale = case.model, case.model.D**-0.5
     n = m.H // m.G
 
@@ -283,7 +285,7 @@ def contenders(case: Case, backend: str, dry: bool) -> dict[str, Callable[[Input
     def compiled_reference(x: Inputs) -> Call:
         return run(x, lambda q, k, v: reference_in_chunks(q, k, v, x.log_decay, scale, dry), x.k, x.v)
 
-    return {OURS: ours, FLA: fla, FLA_REPEATED: fla_repeated, SDPA: sdpa, COMPILED: compiled_reference}
+    return {OURS: ours, FLA: fla, SDPA: sdpa, FLA_REPEATED: fla_repeated, COMPILED: compiled_reference}
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Tensor:

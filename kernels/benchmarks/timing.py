@@ -51,15 +51,16 @@ def number_of_sets(set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
 
 def rounds_that_fit(once: Mapping[str, float], rounds: int, seconds: float) -> tuple[int, list[str]]:
     """Rounds of all contenders within `seconds`, given the seconds of one call each, and who is left out because not
-    even `LEAST_ROUNDS` fit: the slowest first, never the first named."""
+    even `LEAST_ROUNDS` fit: of those that take more than an equal share the last named, never the first of all."""
     names, out = list(once), list[str]()
     while True:
         fit = int(seconds / max(1e-9, sum(once[name] for name in names)))
         if fit >= LEAST_ROUNDS or len(names) == 1:
             return max(1, min(rounds, fit)), out
-        slowest = max(names[1:], key=lambda name: once[name])
-        names.remove(slowest)
-        out.append(slowest)
+        share = sum(once[name] for name in names) / len(names)
+        heavy = [name for name in names[1:] if once[name] >= share] or names[1:]
+        names.remove(heavy[-1])
+        out.append(heavy[-1])
 
 
 def take_turns(calls: Mapping[str, Sequence[Call]], rounds: int, inner: int) -> dict[str, Times]:

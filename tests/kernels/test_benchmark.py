@@ -119,14 +119,16 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "NVIDIA H100 80GB HBM3")
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(run, "place", lambda dry: run.Place(torch.device("cpu"), torch.float32, 10**6, 10**9))
+    monkeypatch.setattr(
+        run, "place", lambda dry: run.Place(torch.device("cpu"), torch.float32, 200_000, 10**9)
+    )
     monkeypatch.setattr(cases, "compiled", lambda function, dry: function)
 
     def no_fla(dry: bool) -> Any:
         raise BackendError("flash-linear-attention is not installed")
 
     monkeypatch.setattr(cases, "fla_functions", no_fla)
-    quick = cases.Preset((256,), 256, (64,), 3, 5.0, 300.0, cases.TOY)
+    quick = cases.Preset((64,), 64, (64,), 3, 5.0, 300.0, cases.TOY)
     monkeypatch.setattr(cases, "PRESETS", {"quick": quick, "full": quick})
 
 
@@ -260,6 +262,7 @@ def test_rounds_and_sets() -> None:
     assert timing.rounds_that_fit({"ours": 0.5, "fla": 0.5}, 30, 4.0) == (4, [])
     assert timing.rounds_that_fit({"ours": 0.1, "slow": 2.0, "fla": 0.1}, 30, 4.0) == (20, ["slow"])
     assert timing.rounds_that_fit({"ours": 9.0, "fla": 0.1}, 30, 4.0) == (1, ["fla"])
+    assert timing.rounds_that_fit({"ours": 0.1, "SDPA": 1.2, "compiled": 1.0}, 30, 4.0) == (3, ["compiled"])
     assert timing.number_of_sets(10, 100, 10**6) == 40
     assert timing.number_of_sets(10**9, 100, 10**10) == 1
     assert timing.number_of_sets(10**9, 10**10, 10**9) == 1
