@@ -60,6 +60,13 @@ def test_head_dims_in_fp32(problem: Make, near: Make, K: int, V: int) -> None:
     near(*forms(problem(T=17, H=1, G=1, K=K, V=V, kind="token and query head")), 1e-5)
 
 
+@pytest.mark.parametrize("chunk_size", fla_backend.CHUNK_SIZES)
+def test_chunk_sizes(problem: Make, near: Make, chunk_size: int) -> None:
+    case = problem(T=40, H=2, G=1, kind="query head")
+    found = case.to(torch.float32).run(fla_backend.linear_attention, chunk_size=chunk_size)
+    near(found, case.run(reference.linear_attention_chunked), 1e-5)
+
+
 @pytest.mark.parametrize("T", [1, 64, 65])
 def test_a_strong_fixed_decay_leaves_a_finite_state(problem: Make, near: Make, T: int) -> None:
     case = problem(T=T, H=4, G=2, kind="query head", initial=False)
