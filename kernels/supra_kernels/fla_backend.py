@@ -103,7 +103,9 @@ MAPPED = (
 
 REFUSED = {
     "window": Refusal(
-        "window_attention", "flash-linear-attention has no attention over a window", "use backend='torch'"
+        "window_attention",
+        "flash-linear-attention has no attention over a window",
+        "use backend='triton' or 'torch'",
     ),
     "fp64": Refusal("fp64 inputs", "its kernels accumulate in fp32", "use backend='torch'"),
     "odd": Refusal(
@@ -119,7 +121,7 @@ REFUSED = {
     "hopper": Refusal(
         "the gradient of a decay per token on Hopper GPUs under Triton 3.4 to 3.7.0",
         "fla refuses it in the backward pass because the gradients come out wrong (its issue 640)",
-        "install triton>=3.7.1, or use backend='torch'",
+        "install triton>=3.7.1, or use backend='triton' or 'torch'",
     ),
     "chunk": Refusal(
         f"a chunk_size other than {', '.join(map(str, CHUNK_SIZES))}",
