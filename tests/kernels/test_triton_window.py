@@ -243,12 +243,14 @@ COMPILE = """
 import json, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from supra_kernels.triton_backend import tiling
 from supra_kernels.triton_backend.window import compile_cases
 targets = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 shared = {}
-for case in compile_cases():
-    if case.name in sys.argv[1:]:
-        for name, target in targets.items():
+for name, target in targets.items():
+    tiling.SMALL_SHARED_MEMORY = target[0] == "hip"
+    for case in compile_cases():
+        if case.name in sys.argv[1:]:
             source = ASTSource(fn=case.kernel, signature=case.signature, constexprs=case.constexprs)
             options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
             shared[case.name + " on " + name] = triton.compile(source, GPUTarget(*target), options).metadata.shared

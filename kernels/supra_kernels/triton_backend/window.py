@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from supra_kernels.errors import BackendError
+from supra_kernels.triton_backend import tiling
 from supra_kernels.triton_backend.cases import TYPES, CompileCase
 from supra_kernels.triton_backend.window_kernels import window_dkv, window_dq, window_forward
 
@@ -26,7 +27,7 @@ def padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def tiling(dtype: torch.dtype, D: int, V: int) -> dict[str, int]:
+def tile_sizes(dtype: torch.dtype, D: int, V: int) -> dict[str, int]:
     """BLOCK (tokens of a tile) and the compiler's options for inputs of `dtype`.
 
     Chosen from what the compilers report for sm_80, sm_90 and gfx942, without a GPU: the largest tiles of at most 64
@@ -36,12 +37,14 @@ def tiling(dtype: torch.dtype, D: int, V: int) -> dict[str, int]:
     block = 64 if size <= 128 else 32
     if dtype not in HALF:
         block = 32 if size <= 128 else 16
-    return {"BLOCK": block, "num_warps": 4 if size <= 64 else 8, "num_stages": 1}
+    # A warp of AMD has 64 lanes: eight of them would leave half the registers to each.
+    wide = size > 64 and not tiling.SMALL_SHARED_MEMORY
+    return {"BLOCK": block, "num_warps": 8 if wide else 4, "num_stages": 1}
 
 
 def precision() -> str:
     """How fp32 operands are multiplied: as torch's own products are set to be. AMD's matrix units take fp32 as is."""
-    if torch.version.hip is not None or torch.get_float32_matmul_precision() == "highest":
+    if tiling.SMALL_SHARED_MEMORY or torch.get_float32_matmul_precision() == "highest":
         return "ieee"
     return "tf32"
 
@@ -49,7 +52,7 @@ def precision() -> str:
 def specialisation(qk: torch.dtype, v: torch.dtype, H: int, G: int, D: int, V: int) -> dict[str, Any]:
     """The constants that every kernel is compiled with for these dtypes and sizes, and the compiler's options."""
     constants = dict(H=H, G=G, D=D, V=V, BLOCK_D=padded(D), BLOCK_V=padded(V), PRECISION=precision())
-    return constants | tiling(torch.promote_types(qk, v), D, V)
+    return constants | tile_sizes(torch.promote_types(qk, v), D, V)
 
 
 def tile_table(cu_seqlens: Tensor, tokens: int, block: int) -> Tensor:
@@ -186,7 +189,7 @@ def window_attention(
 
 
 def compile_cases() -> list[CompileCase]:
-    """Every kernel as launched for each dtype and head dim, with past and documents; the tiles suit all targets."""
+    """Every kernel as launched for each dtype and head dim, with past and documents, on this kind of GPU."""
     dims, fp32 = (16, 64, 80, 96, 128, 256), torch.float32
     uniform = [(dtype, dtype, "ieee") for dtype in (*HALF, fp32)]
     cases = [_cases(*types, D) for types in [*uniform, (fp32, fp32, "tf32")] for D in dims]

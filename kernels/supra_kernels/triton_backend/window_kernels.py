@@ -64,19 +64,28 @@ def place(tile, cu_seqlens, tiles, tokens, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def row_pointers(x, row, real, head, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to one head of x `[rows, HEADS, D]` from `row` (int64) on, and which exist: `[len(real), BLOCK]`.
+
+    One int64 base and int32 offsets: a tile of int64 offsets would take more registers than the tile itself.
+    """
+    i, d = tl.arange(0, real.shape[0]), tl.arange(0, BLOCK)
+    base = x + (row * HEADS + head) * D
+    return base + (i[:, None] * (HEADS * D) + d[None, :]), real[:, None] & (d < D)[None, :]
+
+
+@triton.jit
 def load_rows(x, row, real, head, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """One head of x `[rows, HEADS, D]` → `[len(row), BLOCK]`, zero where nothing is; `row` is int64."""
-    d = tl.arange(0, BLOCK)
-    at = (row[:, None] * HEADS + head) * D + d[None, :]
-    return tl.load(x + at, mask=real[:, None] & (d < D)[None, :], other=0.0)
+    """The numbers at `row_pointers`, zero where nothing is."""
+    at, exists = row_pointers(x, row, real, head, HEADS, D, BLOCK)
+    return tl.load(at, mask=exists, other=0.0)
 
 
 @triton.jit
 def store_rows(x, value, row, real, head, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """Write where `load_rows` would read."""
-    d = tl.arange(0, BLOCK)
-    at = (row[:, None] * HEADS + head) * D + d[None, :]
-    tl.store(x + at, rounded(value, x.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
+    at, exists = row_pointers(x, row, real, head, HEADS, D, BLOCK)
+    tl.store(at, rounded(value, x.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -121,7 +130,8 @@ def window_forward(
         return
     group = head // (H // G)
     t = first + tl.arange(0, BLOCK)
-    exists, row = t < length, start + t
+    exists, row = t < length, start + first
+    at = row * H + head + tl.arange(0, BLOCK) * H
     q_tile = load_rows(q, row, exists, head, H, D, BLOCK_D)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -131,7 +141,7 @@ def window_forward(
         valid = tl.load(past_valid + sequence).to(tl.int32)
         for from_s in range(tl.maximum(oldest, -valid), 0, BLOCK):
             s = from_s + tl.arange(0, BLOCK)
-            slot = (sequence.to(tl.int64) + 1) * P + s
+            slot = (sequence.to(tl.int64) + 1) * P + from_s
             top, total, mean = attend(
                 q_tile, past_k, past_v, slot, t, s, s < 0, group, window, scale, top, total, mean,
                 G, D, V, BLOCK_D, BLOCK_V, PRECISION,
@@ -139,13 +149,13 @@ def window_forward(
     for from_s in range(tl.maximum(oldest, 0) // BLOCK * BLOCK, tl.minimum(first + BLOCK, length), BLOCK):
         s = from_s + tl.arange(0, BLOCK)
         top, total, mean = attend(
-            q_tile, k, v, start + s, t, s, s < length, group, window, scale, top, total, mean,
+            q_tile, k, v, start + from_s, t, s, s < length, group, window, scale, top, total, mean,
             G, D, V, BLOCK_D, BLOCK_V, PRECISION,
         )  # fmt: skip
     # Only rows past the end, which are not stored, may have seen nothing.
     total = tl.where(exists, total, 1.0)
     store_rows(o, mean / total[:, None], row, exists, head, H, V, BLOCK_V)
-    tl.store(lse + row * H + head, top + tl.log(total), mask=exists)
+    tl.store(lse + at, top + tl.log(total), mask=exists)
 
 
 @triton.jit
@@ -178,14 +188,15 @@ def window_dq(
         return
     group = head // (H // G)
     t = first + tl.arange(0, BLOCK)
-    exists, row = t < length, start + t
+    exists, row = t < length, start + first
+    at = row * H + head + tl.arange(0, BLOCK) * H
     do_tile = load_rows(do, row, exists, head, H, V, BLOCK_V)
     o_tile = load_rows(o, row, exists, head, H, V, BLOCK_V)
     row_delta = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
-    row_delta -= tl.load(d_lse + row * H + head, mask=exists, other=0.0)
-    tl.store(delta + row * H + head, row_delta, mask=exists)
+    row_delta -= tl.load(d_lse + at, mask=exists, other=0.0)
+    tl.store(delta + at, row_delta, mask=exists)
     # exp of a row past the end is never stored; an infinite lse makes it exp(−∞).
-    row_lse = tl.load(lse + row * H + head, mask=exists, other=float("inf"))
+    row_lse = tl.load(lse + at, mask=exists, other=float("inf"))
     q_tile = load_rows(q, row, exists, head, H, D, BLOCK_D)
     dq_tile = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     oldest = first - window + 1
@@ -193,7 +204,7 @@ def window_dq(
         valid = tl.load(past_valid + sequence).to(tl.int32)
         for from_s in range(tl.maximum(oldest, -valid), 0, BLOCK):
             s = from_s + tl.arange(0, BLOCK)
-            slot = (sequence.to(tl.int64) + 1) * P + s
+            slot = (sequence.to(tl.int64) + 1) * P + from_s
             dq_tile = add_dq(
                 q_tile, do_tile, past_k, past_v, slot, t, s, s < 0, group, window, scale, row_lse, row_delta,
                 dq_tile, G, D, V, BLOCK_D, BLOCK_V, PRECISION,
@@ -201,7 +212,7 @@ def window_dq(
     for from_s in range(tl.maximum(oldest, 0) // BLOCK * BLOCK, tl.minimum(first + BLOCK, length), BLOCK):
         s = from_s + tl.arange(0, BLOCK)
         dq_tile = add_dq(
-            q_tile, do_tile, k, v, start + s, t, s, s < length, group, window, scale, row_lse, row_delta,
+            q_tile, do_tile, k, v, start + from_s, t, s, s < length, group, window, scale, row_lse, row_delta,
             dq_tile, G, D, V, BLOCK_D, BLOCK_V, PRECISION,
         )  # fmt: skip
     store_rows(dq, dq_tile * scale, row, exists, head, H, D, BLOCK_D)
@@ -224,14 +235,14 @@ def window_dkv(
         start, length = extent(sequence, cu_seqlens, tokens)
         s = first + tl.arange(0, BLOCK)
         real = (s < 0) & (s >= -tl.load(past_valid + sequence).to(tl.int32))
-        row, exists, end = (sequence.to(tl.int64) + 1) * P + s, s < 0, 0
+        row, exists, end = (sequence.to(tl.int64) + 1) * P + first, s < 0, 0
     else:
         sequence, first, start, length = place(tile, cu_seqlens, tiles, tokens, BLOCK)
         if first >= length:
             return
         s = first + tl.arange(0, BLOCK)
         real = s < length
-        row, exists, end = start + s, real, length
+        row, exists, end = start + first, real, length
     k_tile = load_rows(k, row, real, group, G, D, BLOCK_D)
     v_tile = load_rows(v, row, real, group, G, V, BLOCK_V)
     dk_tile = tl.zeros([BLOCK, BLOCK_D], tl.float32)
@@ -241,11 +252,12 @@ def window_dkv(
     for head in range(group * (H // G), (group + 1) * (H // G)):
         for from_t in range(tl.maximum(first, 0), last, BLOCK):
             t = from_t + tl.arange(0, BLOCK)
-            asks, t_row = t < length, start + t
+            asks, t_row = t < length, start + from_t
+            at = t_row * H + head + tl.arange(0, BLOCK) * H
             q_tile = load_rows(q, t_row, asks, head, H, D, BLOCK_D)
             do_tile = load_rows(do, t_row, asks, head, H, V, BLOCK_V)
-            row_lse = tl.load(lse + t_row * H + head, mask=asks, other=0.0)
-            row_delta = tl.load(delta + t_row * H + head, mask=asks, other=0.0)
+            row_lse = tl.load(lse + at, mask=asks, other=0.0)
+            row_delta = tl.load(delta + at, mask=asks, other=0.0)
             seen = within(t[None, :], s[:, None], real[:, None] & asks[None, :], window)
             scores = product(k_tile, tl.trans(q_tile), None, PRECISION) * scale - row_lse[None, :]
             weights = tl.exp(tl.where(seen, scores, float("-inf")))
