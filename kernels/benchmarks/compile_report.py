@@ -31,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 
 from supra_kernels.triton_backend import linear_attention, linear_attention_step, tiling, window_attention
 from supra_kernels.triton_backend.recording import Launch, recording
+from supra_kernels.triton_backend.step import StepPlan, StepWeights, decode_step
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
@@ -38,6 +39,7 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LARGEST_FUSED_DIM = 128  # beyond it a decode step runs operator by operator
 DECAYS = ("none", "fixed per head", "fixed, shared", "per token and head", "per token, shared")
 
 
@@ -71,6 +73,14 @@ def calls(quick: bool) -> list[tuple[str, Any]]:
             found.append((f"step {dtype} K={K} V={V}", lambda d=DTYPES[dtype], K=K, V=V: _step(d, K, V)))
         for D in sorted({K for K, _ in dims}):
             found.append((f"window {dtype} D={D}", lambda d=DTYPES[dtype], D=D: _window(d, D)))
+            if D > LARGEST_FUSED_DIM:
+                continue
+            for plan in (
+                StepPlan("relu", "after", "group_norm"),
+                StepPlan("hedgehog", "before", "denominator"),
+            ):
+                name = f"decode {dtype} D={D} {plan.feature_map} rope {plan.rope} {plan.norm}"
+                found.append((name, lambda d=DTYPES[dtype], D=D, plan=plan: _decode(d, D, plan)))
     return found
 
 
@@ -96,6 +106,19 @@ def _step(dtype: torch.dtype, K: int, V: int) -> None:
         q, k, v = (x[:, 0].detach() for x in _tensors(dtype, K, V))
         for heads in (2, 8):
             linear_attention_step(q, k, v, torch.zeros(1, heads, K, V), torch.zeros(heads))
+
+
+def _decode(dtype: torch.dtype, D: int, plan: StepPlan) -> None:
+    with torch.no_grad():
+        q, k, v = (x[:, 0].detach() for x in _tensors(dtype, D, D))
+        angles = torch.zeros(1, D)
+        maps = torch.zeros(8, D, D), torch.zeros(2, D, D)
+        biases = (torch.zeros(8, D), torch.zeros(2, D)) if plan.feature_map == "relu" else (None, None)
+        norms = (torch.zeros(8, D), torch.zeros(8, D)) if plan.norm == "group_norm" else (None, None)
+        weights = StepWeights(maps[0], biases[0], maps[1], biases[1], *norms)
+        features = 2 * D if plan.feature_map == "hedgehog" else D
+        state = torch.zeros(1, 2, features, D + (plan.norm == "denominator"))
+        decode_step(plan, q, k, v, state, torch.zeros(2), cos=angles, sin=angles, weights=weights)
 
 
 def _window(dtype: torch.dtype, D: int) -> None:

@@ -1,5 +1,6 @@
 """Random problems and one way to run any form of the operator, shared by the tests of the kernels."""
 
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,6 +11,41 @@ import torch
 from torch import Tensor
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def round_as_hardware() -> None:
+    """Mend bf16 in Triton's interpreter, which cuts numbers off where a GPU rounds to nearest, and multiplies bit
+    patterns in `tl.dot`: what the tests see is then what the kernels compute."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def widen(data: Any) -> Any:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+
+    def narrow(data: Any) -> Any:
+        bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return np.where(np.isnan(data), np.uint16(0x7FC0), nearest)
+
+    plain_cast, plain_dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def cast(self: Any, source: Any, dtype: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and dtype.scalar == tl.bfloat16:
+            return TensorHandle(narrow(source.data), tl.bfloat16)
+        return plain_cast(self, source, dtype)
+
+    def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        a, b = (
+            TensorHandle(widen(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)
+        )
+        return plain_dot(self, a, b, *others)
+
+    InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast, dot
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    round_as_hardware()
 
 NAMES = ("q", "k", "v", "log_decay", "initial_state")
 KINDS = ("none", "query head", "key head", "token and query head", "token and key head")

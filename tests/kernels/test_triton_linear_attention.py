@@ -56,7 +56,7 @@ def run(p: Problem, dtype: torch.dtype = torch.float32, **options: Any) -> dict[
 def test_outputs_and_every_gradient(
     kind: str, bounds: list[int] | None, problem: Callable[..., Problem], near: Callable[..., None]
 ) -> None:
-    p = problem(B=1 if bounds else 2, T=21, H=4, G=2, K=16, V=17, kind=kind, bounds=bounds)
+    p = problem(B=1 if bounds else 2, T=21 if bounds else 18, H=2, G=1, K=16, V=17, kind=kind, bounds=bounds)
     near(run(p, chunk_size=16), p.run(reference.linear_attention_recurrent), 1e-5)
 
 
@@ -73,7 +73,7 @@ def test_lengths_around_a_chunk(T: int, problem: Callable[..., Problem], near: C
         (3, 1, 80, 80, 20),
         (4, 1, 96, 97, 20),
         (8, 1, 16, 48, 20),
-        (1, 1, 128, 129, 70),
+        (1, 1, 128, 129, 66),
         (1, 1, 256, 16, 20),
         (1, 1, 16, 256, 20),
     ],
@@ -85,7 +85,7 @@ def test_head_dims_and_groups(
     near(run(p), p.run(reference.linear_attention_chunked), 1e-5)
 
 
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=4), st.integers(1, 20), st.sampled_from(KINDS))
 def test_any_documents_and_any_chunk_size(
     problem: Callable[..., Problem], near: Callable[..., None], lengths: list[int], chunk_size: int, kind: str
@@ -124,12 +124,16 @@ def same_dtype(
 def test_error_in_half_precision_is_that_of_torch(
     dtype: torch.dtype, problem: Callable[..., Problem]
 ) -> None:
-    p = problem(T=70, H=2, G=1, K=32, V=33, kind="query head").to(dtype)
-    exact = p.to(torch.float64).run(reference.linear_attention_parallel)
-    ours, torchs = run(p, dtype), p.run(same_dtype)
-    for name, want in exact.items():
-        error, allowed = ((x[name].double() - want).abs().max() for x in (ours, torchs))
-        assert error <= 2 * allowed, f"{name}: {float(error):.2e} against {float(allowed):.2e}"
+    largest: dict[str, list[float]] = {}
+    for seed in range(3):  # the largest error of a gradient with four entries is a matter of luck
+        p = problem(T=24, H=4, G=1, K=16, V=17, kind="query head", seed=seed).to(dtype)
+        exact = p.to(torch.float64).run(reference.linear_attention_parallel)
+        ours, torchs = run(p, dtype), p.run(same_dtype)
+        for name, want in exact.items():
+            errors = (float((x[name].double() - want).abs().max()) for x in (ours, torchs))
+            largest[name] = [max(pair) for pair in zip(largest.get(name, [0.0, 0.0]), errors, strict=True)]
+    for name, (error, allowed) in largest.items():
+        assert error <= 2 * allowed, f"{name}: {error:.2e} against {allowed:.2e}"
 
 
 def test_strong_decays_neither_overflow_nor_lose_the_weak_ones(
@@ -147,9 +151,7 @@ def test_states_kept_or_computed_again_give_the_same_bits(
     p = problem(T=40, H=2, G=1, K=16, V=17, kind="key head")
     found = []
     for kept in (True, False):
-        monkeypatch.setattr(
-            "supra_kernels.triton_backend.chunked.save_states", lambda *_, kept=kept: kept
-        )
+        monkeypatch.setattr("supra_kernels.triton_backend.chunked.save_states", lambda *_, kept=kept: kept)
         found.append(run(p, chunk_size=16))
     for name in found[0]:
         assert torch.equal(found[0][name], found[1][name]), name
@@ -162,7 +164,8 @@ def test_strided_inputs_and_frozen_ones(problem: Callable[..., Problem], near: C
     o, final = linear_attention(q, k, v, scale=p.scale)
     assert final is None
     (dv,) = torch.autograd.grad((o.cpu() * p.do).sum(), v)
-    expected = p.to(torch.float64, d_final=p.d_final * 0).run(reference.linear_attention_recurrent)
+    p.d_final.zero_()
+    expected = p.to(torch.float64).run(reference.linear_attention_recurrent)
     near({"o": o.detach().cpu(), "d v": dv.cpu()}, {name: expected[name] for name in ("o", "d v")}, 1e-5)
 
 

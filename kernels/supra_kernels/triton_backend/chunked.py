@@ -55,22 +55,11 @@ class Call:
         return self.chunks.sequence_chunks.shape[0] - 1
 
     @property
-    def v_stride(self) -> int:
-        """Row length of the states in memory: rows of 65 or 129 numbers would leave every load unaligned."""
-        return triton.cdiv(self.V, 16) * 16
-
-    @property
     def heads(self) -> dict[str, Any]:
         return {"HEADS": self.H // self.G, "STATES": self.S // self.G, "DECAY": self.decay}
 
     def states(self, like: Tensor) -> Tensor:
-        return torch.empty(
-            len(self.chunks), self.S, self.K, self.v_stride, dtype=torch.float32, device=like.device
-        )
-
-    def padded(self, states: Tensor) -> Tensor:
-        """[N, S, K, V] → [N, S, K, v_stride], fp32."""
-        return F.pad(states.to(torch.float32), (0, self.v_stride - self.V)).contiguous()
+        return like.new_empty(len(self.chunks), self.S, self.K, self.V, dtype=torch.float32)
 
 
 def _accumulate(log_decay: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
@@ -88,19 +77,19 @@ def _accumulate(log_decay: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
 def _forward_states(
     c: Call, k: Tensor, v: Tensor, decay: tuple[Tensor, Tensor], initial: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The state before every chunk [chunks, S, K, v_stride] and after every sequence [N, S, K, v_stride]."""
+    """The state before every chunk [chunks, S, K, V] and after every sequence [N, S, K, V]."""
     states, t = c.states(k), c.tiling
-    final = k.new_empty(c.num_sequences, c.S, c.K, c.v_stride, dtype=torch.float32)
+    final = k.new_empty(c.num_sequences, c.S, c.K, c.V, dtype=torch.float32)
     if len(c.chunks):
         chunk_states[(len(c.chunks), c.S, t.NK * t.NV)](
-            k, v, states, *decay, c.chunks.start, c.chunks.tokens, c.S, c.K, c.V, c.v_stride, c.G, 1.0,
+            k, v, states, *decay, c.chunks.start, c.chunks.tokens, c.S, c.K, c.V, c.G, 1.0,
             HEADS=1, SHARE=c.S // c.G, REVERSED=False, DECAY=c.decay, num_warps=t.num_warps, num_stages=1,
             **t.constants("C", "BK", "BV", "NV", "TAIL", "MIXED", "PRECISION"),
         )  # fmt: skip
-    entries = c.K * c.v_stride
+    entries = c.K * c.V
     scan_states[(c.num_sequences, c.S, triton.cdiv(entries, SCAN_BLOCK))](
         states, final if initial is None else initial, final, *decay, c.chunks.start, c.chunks.tokens,
-        c.chunks.sequence_chunks, c.S, c.V, c.v_stride, entries,
+        c.chunks.sequence_chunks, c.S, entries,
         DECAY=c.decay, INITIAL=initial is not None, BLOCK=SCAN_BLOCK,
     )  # fmt: skip
     return states, final
@@ -118,19 +107,19 @@ def _backward_states(
     """Gradients of the state after every chunk and of the initial states, and of each chunk's whole decay
     [chunks, S, blocks]."""
     d_states, t = c.states(q), c.tiling
-    entries = c.K * c.v_stride
+    entries = c.K * c.V
     blocks = triton.cdiv(entries, SCAN_BLOCK)
     d_initial = torch.empty_like(d_final)
     d_whole = q.new_empty(len(c.chunks), c.S, blocks, dtype=torch.float32)
     if len(c.chunks):
         chunk_states[(len(c.chunks), c.S, t.NK * t.NV)](
-            q, do, d_states, *decay, c.chunks.start, c.chunks.tokens, c.S, c.K, c.V, c.v_stride, c.H, c.scale,
+            q, do, d_states, *decay, c.chunks.start, c.chunks.tokens, c.S, c.K, c.V, c.H, c.scale,
             HEADS=c.H // c.S, SHARE=1, REVERSED=True, DECAY=c.decay, num_warps=t.num_warps, num_stages=1,
             **t.constants("C", "BK", "BV", "NV", "TAIL", "MIXED", "PRECISION"),
         )  # fmt: skip
     scan_states_reversed[(c.num_sequences, c.S, blocks)](
         d_states, d_final, d_initial, states, d_whole, *decay, c.chunks.start, c.chunks.tokens,
-        c.chunks.sequence_chunks, c.S, c.V, c.v_stride, entries,
+        c.chunks.sequence_chunks, c.S, entries,
         DECAY=c.decay, DECAY_GRADIENT=d_decay, BLOCK=SCAN_BLOCK,
     )  # fmt: skip
     return d_states, d_initial, d_whole
@@ -145,16 +134,16 @@ class TritonLinearAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         o = torch.empty(c.B, c.T, c.H, c.V, dtype=v.dtype, device=v.device)
         decay, t = _decay(c, q, log_decay), c.tiling
-        states, final = _forward_states(c, k, v, decay, None if initial is None else c.padded(initial))
+        states, final = _forward_states(c, k, v, decay, initial)
         if len(c.chunks):
             chunk_output[(len(c.chunks), c.G)](
                 q, k, v, states, o, *decay, c.chunks.start, c.chunks.tokens,
-                c.S, c.H, c.G, c.K, c.V, c.v_stride, c.scale, num_warps=t.num_warps, num_stages=1, **c.heads,
+                c.S, c.H, c.G, c.K, c.V, c.scale, num_warps=t.num_warps, num_stages=1, **c.heads,
                 **t.constants("C", "BK", "NK", "BV", "NV", "TAIL", "MIXED", "PRECISION"),
             )  # fmt: skip
         ctx.save_for_backward(q, k, v, log_decay, initial, states if c.keep_states else None)
         ctx.call = c
-        return o, final[..., : c.V].contiguous()
+        return o, final
 
     @staticmethod
     @once_differentiable
@@ -165,9 +154,9 @@ class TritonLinearAttention(torch.autograd.Function):
         with _on(q):
             decay, do = _decay(c, q, log_decay), do.contiguous()
             if states is None:
-                states, _ = _forward_states(c, k, v, decay, None if initial is None else c.padded(initial))
+                states, _ = _forward_states(c, k, v, decay, initial)
             d_states, d_initial, d_whole = _backward_states(
-                c, q, do, states, decay, c.padded(d_final), wants_decay
+                c, q, do, states, decay, d_final.contiguous(), wants_decay
             )
             dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
             d_log_decay = _gradients(
@@ -175,14 +164,7 @@ class TritonLinearAttention(torch.autograd.Function):
             )
         if d_log_decay is not None:
             d_log_decay = d_log_decay.view(log_decay.shape).to(log_decay.dtype)
-        return (
-            dq,
-            dk,
-            dv,
-            d_log_decay,
-            None if initial is None else d_initial[..., : c.V].to(initial.dtype),
-            None,
-        )
+        return dq, dk, dv, d_log_decay, None if initial is None else d_initial, None
 
 
 def _gradients(
@@ -198,7 +180,7 @@ def _gradients(
     if not len(c.chunks):
         return q.new_zeros(c.S if c.decay == FIXED.value else 0, dtype=torch.float32) if wants_decay else None
     where = (*decay, c.chunks.start, c.chunks.tokens)
-    sizes = (c.S, c.H, c.G, c.K, c.V, c.v_stride, c.scale)
+    sizes = (c.S, c.H, c.G, c.K, c.V, c.scale)
     constants = t.constants("C", "BK", "NK", "BV", "NV", "TAIL", "MIXED", "PRECISION") | c.heads
     options = {"num_warps": t.num_warps, "num_stages": 1}
     grid = len(c.chunks), c.G
@@ -259,20 +241,26 @@ def linear_attention(
     _refuse(q, k, v, log_decay, initial_state, chunk_size)
     shape = _shape(q, k, v, log_decay, cu_seqlens)
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    size = chunk_size or choose_chunk_size(shape, training=training)
+    exact = torch.get_float32_matmul_precision() == "highest"
+    size = chunk_size or choose_chunk_size(shape, training=training, exact=exact)
     chunks = cut_rows(B, T, size, q.device) if cu_seqlens is None else cut_documents(cu_seqlens, size)
     dtype = torch.promote_types(q.dtype, k.dtype)
     kinds = {0: NO_DECAY, 1: FIXED, 3: PER_TOKEN}
     kind = kinds[0 if log_decay is None else log_decay.dim()].value
+    # Rows of 65 or 129 numbers would leave every load of values, outputs and states unaligned.
+    width = triton.cdiv(V, 16) * 16
     c = Call(
-        B, T, H, G, shape.state_heads, K, V, float(scale), kind, chunks, tile(K, V, chunk_tile(size), dtype),
+        B, T, H, G, shape.state_heads, K, width, float(scale), kind, chunks, tile(K, width, chunk_tile(size), dtype),
         keep_states=save_states(shape, size),
     )  # fmt: skip
     with torch.autocast(q.device.type, enabled=False), _on(q):
+        if initial_state is not None:
+            initial_state = F.pad(initial_state.to(torch.float32), (0, width - V)).contiguous()
+        v = F.pad(v, (0, width - V)).contiguous()
         o, final = TritonLinearAttention.apply(
-            q.to(dtype).contiguous(), k.to(dtype).contiguous(), v.contiguous(), log_decay, initial_state, c
+            q.to(dtype).contiguous(), k.to(dtype).contiguous(), v, log_decay, initial_state, c
         )
-    return o, final if output_final_state else None
+    return o[..., :V], final[..., :V].contiguous() if output_final_state else None
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None) -> Shape:

@@ -25,39 +25,39 @@ from supra_kernels.triton_backend.tiles import (
 
 @triton.jit
 def _score_gradients(
-    do, v, token, valid, head, g, H, G, V,
+    do, v, start, i, valid, head, g, H, G, V,
     C: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr, MIXED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dO Vᵀ [C, C] of one query head and its value head in one chunk."""
     gradient = tl.zeros([C, C], tl.float32)
     for piece in tl.static_range(NV):
-        do_rows = load_rows(do, token, valid, head, H, V, piece * BV, BV)
-        v_rows = load_rows(v, token, valid, g, G, V, piece * BV, BV)
+        do_rows = load_rows(do, start, i, valid, head, H, V, piece * BV, BV)
+        v_rows = load_rows(v, start, i, valid, g, G, V, piece * BV, BV)
         gradient = tl.dot(do_rows.to(MIXED), tl.trans(v_rows.to(MIXED)), gradient, input_precision=PRECISION)
     if TAIL:
-        do_rows = load_rows(do, token, valid, head, H, V, NV * BV, TAIL)
-        v_rows = load_rows(v, token, valid, g, G, V, NV * BV, TAIL)
+        do_rows = load_rows(do, start, i, valid, head, H, V, NV * BV, TAIL)
+        v_rows = load_rows(v, start, i, valid, g, G, V, NV * BV, TAIL)
         gradient = tl.dot(do_rows.to(MIXED), tl.trans(v_rows.to(MIXED)), gradient, input_precision=PRECISION)
     return gradient
 
 
 @triton.jit
 def _times_state_transposed(
-    x, states, token, valid, head, heads, c, s, S, K, V, V_STRIDE, first_k,
+    x, states, start, i, valid, head, heads, c, s, S, K, V, first_k,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr, MIXED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """X Sᵀ [C, BK] for x [tokens, heads, V] and columns first_k … of the states' K."""
     product = tl.zeros([C, BK], tl.float32)
     for piece in tl.static_range(NV):
-        rows = load_rows(x, token, valid, head, heads, V, piece * BV, BV).to(MIXED)
-        at, exists = state_pointers(states, c, s, S, K, V, V_STRIDE, first_k, piece * BV, BK, BV)
+        rows = load_rows(x, start, i, valid, head, heads, V, piece * BV, BV).to(MIXED)
+        at, exists = state_pointers(states, c, s, S, K, V, first_k, piece * BV, BK, BV)
         state = tl.load(at, mask=exists, other=0.0).to(MIXED)
         product = tl.dot(rows, tl.trans(state), product, input_precision=PRECISION)
     if TAIL:
-        rows = load_rows(x, token, valid, head, heads, V, NV * BV, TAIL).to(MIXED)
-        at, exists = state_pointers(states, c, s, S, K, V, V_STRIDE, first_k, NV * BV, BK, TAIL)
+        rows = load_rows(x, start, i, valid, head, heads, V, NV * BV, TAIL).to(MIXED)
+        at, exists = state_pointers(states, c, s, S, K, V, first_k, NV * BV, BK, TAIL)
         state = tl.load(at, mask=exists, other=0.0).to(MIXED)
         product = tl.dot(rows, tl.trans(state), product, input_precision=PRECISION)
     return product
@@ -65,8 +65,8 @@ def _times_state_transposed(
 
 @triton.jit
 def chunk_dq(
-    q, k, v, do, states, dq, d_row, decay, decay_low, chunk_start, chunk_tokens, S, H, G, K, V, V_STRIDE, scale,
-    HEADS: tl.constexpr, STATES: tl.constexpr, DECAY: tl.constexpr, DECAY_GRADIENT: tl.constexpr,
+    q, k, v, do, states, dq, d_row, decay, decay_low, chunk_start, chunk_tokens, S, H, G, K, V, scale,
+    HEADS, STATES, DECAY: tl.constexpr, DECAY_GRADIENT: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr,
     MIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -76,44 +76,46 @@ def chunk_dq(
     Grid: chunks, key/value heads.
     """
     c, g = tl.program_id(0), tl.program_id(1)
-    token, i, valid, _ = chunk_rows(chunk_start, chunk_tokens, c, C)
+    start, i, valid, _ = chunk_rows(chunk_start, chunk_tokens, c, C)
     for h in range(HEADS):
         head = g * HEADS + h
         s = g * STATES + h * STATES // HEADS
-        hi, lo, unit = load_decay(decay, decay_low, token, i, valid, s, S, DECAY)
-        d_scores = _score_gradients(do, v, token, valid, head, g, H, G, V, C, BV, NV, TAIL, MIXED, PRECISION)
+        hi, lo, unit = load_decay(decay, decay_low, start, i, valid, s, S, DECAY)
+        d_scores = _score_gradients(
+            do, v, start, i, valid, head, g, H, G, V, C, BV, NV, TAIL, MIXED, PRECISION
+        )
         d_scores = mask_scores(d_scores, hi, lo, unit, i, valid, DECAY) * scale
         reads = from_start(hi, lo, unit, valid, DECAY) * scale
         row = tl.zeros([C], tl.float32)
         if DECAY_GRADIENT and DECAY == PER_TOKEN:
-            products = query_key_products(q, k, token, valid, head, g, H, G, K, C, BK, NK, PRECISION)
+            products = query_key_products(q, k, start, i, valid, head, g, H, G, K, C, BK, NK, PRECISION)
             row = tl.sum(tl.where(i[:, None] > i[None, :], products * d_scores, 0.0), 1)
         for piece in tl.static_range(NK):
-            k_rows = load_rows(k, token, valid, g, G, K, piece * BK, BK)
+            k_rows = load_rows(k, start, i, valid, g, G, K, piece * BK, BK)
             through_state = (
                 _times_state_transposed(
-                    do, states, token, valid, head, H, c, s, S, K, V, V_STRIDE, piece * BK,
+                    do, states, start, i, valid, head, H, c, s, S, K, V, piece * BK,
                     C, BK, BV, NV, TAIL, MIXED, PRECISION,
                 )
                 * reads[:, None]
             )  # fmt: skip
             if DECAY_GRADIENT:
-                q_rows = load_rows(q, token, valid, head, H, K, piece * BK, BK).to(tl.float32)
+                q_rows = load_rows(q, start, i, valid, head, H, K, piece * BK, BK).to(tl.float32)
                 if DECAY == FIXED:
                     row += tl.sum(q_rows * through_state, 1) * (i + 1).to(tl.float32)
                 else:
                     row += tl.sum(q_rows * through_state, 1)
             value = tl.dot(d_scores.to(MIXED), k_rows.to(MIXED), through_state, input_precision=PRECISION)
-            store_rows(dq, value, token, valid, head, H, K, piece * BK, BK)
+            store_rows(dq, value, start, i, valid, head, H, K, piece * BK, BK)
         if DECAY_GRADIENT:
-            tl.store(d_row + token * H + head, row, mask=valid)
+            tl.store(d_row + start * H + head + i * H, row, mask=valid)
 
 
 @triton.jit
 def chunk_dk(
     q, k, v, do, d_states, dk, d_column, d_to_end, decay, decay_low, chunk_start, chunk_tokens,
-    tokens, S, H, G, K, V, V_STRIDE, scale,
-    HEADS: tl.constexpr, STATES: tl.constexpr, DECAY: tl.constexpr, DECAY_GRADIENT: tl.constexpr,
+    tokens, S, H, G, K, V, scale,
+    HEADS, STATES, DECAY: tl.constexpr, DECAY_GRADIENT: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr,
     MIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -123,49 +125,32 @@ def chunk_dk(
     [NK, tokens, S] := that from exp(b_last − b_j), this piece of K's part. Grid: chunks, key/value heads, pieces of K.
     """
     c, g, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token, i, valid, length = chunk_rows(chunk_start, chunk_tokens, c, C)
+    start, i, valid, length = chunk_rows(chunk_start, chunk_tokens, c, C)
     first = piece * BK
     total = tl.zeros([C, BK], tl.float32)
-    k_rows = load_rows(k, token, valid, g, G, K, first, BK).to(tl.float32)
+    k_rows = load_rows(k, start, i, valid, g, G, K, first, BK).to(tl.float32)
     ages = tl.where(valid, length - 1 - i, 0).to(tl.float32)
     for h in range(HEADS):
         head = g * HEADS + h
         s = g * STATES + h * STATES // HEADS
-        hi, lo, unit = load_decay(decay, decay_low, token, i, valid, s, S, DECAY)
-        d_scores = _score_gradients(do, v, token, valid, head, g, H, G, V, C, BV, NV, TAIL, MIXED, PRECISION)
+        hi, lo, unit = load_decay(decay, decay_low, start, i, valid, s, S, DECAY)
+        d_scores = _score_gradients(
+            do, v, start, i, valid, head, g, H, G, V, C, BV, NV, TAIL, MIXED, PRECISION
+        )
         d_scores = mask_scores(d_scores, hi, lo, unit, i, valid, DECAY) * scale
-        q_rows = load_rows(q, token, valid, head, H, K, first, BK)
+        q_rows = load_rows(q, start, i, valid, head, H, K, first, BK)
         total = tl.dot(tl.trans(d_scores.to(MIXED)), q_rows.to(MIXED), total, input_precision=PRECISION)
         if DECAY_GRADIENT and piece == 0:
-            products = query_key_products(q, k, token, valid, head, g, H, G, K, C, BK, NK, PRECISION)
+            products = query_key_products(q, k, start, i, valid, head, g, H, G, K, C, BK, NK, PRECISION)
             between = tl.where(i[:, None] > i[None, :], products * d_scores, 0.0)
             if DECAY == FIXED:
                 between *= (i[:, None] - i[None, :]).to(tl.float32)
-            tl.store(d_column + token * H + head, tl.sum(between, 0), mask=valid)
+            tl.store(d_column + start * H + head + i * H, tl.sum(between, 0), mask=valid)
     for m in range(STATES):
         s = g * STATES + m
-        hi, lo, unit = load_decay(decay, decay_low, token, i, valid, s, S, DECAY)
+        hi, lo, unit = load_decay(decay, decay_low, start, i, valid, s, S, DECAY)
         kept = _times_state_transposed(
-            v,
-            d_states,
-            token,
-            valid,
-            g,
-            G,
-            c,
-            s,
-            S,
-            K,
-            V,
-            V_STRIDE,
-            first,
-            C,
-            BK,
-            BV,
-            NV,
-            TAIL,
-            MIXED,
-            PRECISION,
+            v, d_states, start, i, valid, g, G, c, s, S, K, V, first, C, BK, BV, NV, TAIL, MIXED, PRECISION
         )
         kept *= to_end(hi, lo, unit, i, valid, length, DECAY)[:, None]
         total += kept
@@ -173,55 +158,55 @@ def chunk_dk(
             left = tl.sum(k_rows * kept, 1)
             if DECAY == FIXED:
                 left *= ages
-            tl.store(d_to_end + (piece * tokens + token) * S + s, left, mask=valid)
-    store_rows(dk, total, token, valid, g, G, K, first, BK)
+            tl.store(d_to_end + (piece * tokens + start) * S + s + i * S, left, mask=valid)
+    store_rows(dk, total, start, i, valid, g, G, K, first, BK)
 
 
 @triton.jit
 def _dv_piece(
-    q, k, v, do, d_states, dv, decay, decay_low, token, i, valid, length, c, g, S, H, G, K, V, V_STRIDE, scale, first,
-    HEADS: tl.constexpr, STATES: tl.constexpr, DECAY: tl.constexpr,
+    q, k, v, do, d_states, dv, decay, decay_low, start, i, valid, length, c, g, S, H, G, K, V, scale, first,
+    HEADS, STATES, DECAY: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, MIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros([C, BV], tl.float32)
     for h in range(HEADS):
         head = g * HEADS + h
         s = g * STATES + h * STATES // HEADS
-        hi, lo, unit = load_decay(decay, decay_low, token, i, valid, s, S, DECAY)
-        scores = query_key_products(q, k, token, valid, head, g, H, G, K, C, BK, NK, PRECISION)
+        hi, lo, unit = load_decay(decay, decay_low, start, i, valid, s, S, DECAY)
+        scores = query_key_products(q, k, start, i, valid, head, g, H, G, K, C, BK, NK, PRECISION)
         scores = mask_scores(scores, hi, lo, unit, i, valid, DECAY) * scale
-        do_rows = load_rows(do, token, valid, head, H, V, first, BV)
+        do_rows = load_rows(do, start, i, valid, head, H, V, first, BV)
         total = tl.dot(tl.trans(scores.to(MIXED)), do_rows.to(MIXED), total, input_precision=PRECISION)
     for m in range(STATES):
         s = g * STATES + m
-        hi, lo, unit = load_decay(decay, decay_low, token, i, valid, s, S, DECAY)
+        hi, lo, unit = load_decay(decay, decay_low, start, i, valid, s, S, DECAY)
         kept = tl.zeros([C, BV], tl.float32)
         for piece in tl.static_range(NK):
-            k_rows = load_rows(k, token, valid, g, G, K, piece * BK, BK).to(MIXED)
-            at, exists = state_pointers(d_states, c, s, S, K, V, V_STRIDE, piece * BK, first, BK, BV)
+            k_rows = load_rows(k, start, i, valid, g, G, K, piece * BK, BK).to(MIXED)
+            at, exists = state_pointers(d_states, c, s, S, K, V, piece * BK, first, BK, BV)
             state = tl.load(at, mask=exists, other=0.0).to(MIXED)
             kept = tl.dot(k_rows, state, kept, input_precision=PRECISION)
         total += kept * to_end(hi, lo, unit, i, valid, length, DECAY)[:, None]
-    store_rows(dv, total, token, valid, g, G, V, first, BV)
+    store_rows(dv, total, start, i, valid, g, G, V, first, BV)
 
 
 @triton.jit
 def chunk_dv(
-    q, k, v, do, d_states, dv, decay, decay_low, chunk_start, chunk_tokens, S, H, G, K, V, V_STRIDE, scale,
-    HEADS: tl.constexpr, STATES: tl.constexpr, DECAY: tl.constexpr,
+    q, k, v, do, d_states, dv, decay, decay_low, chunk_start, chunk_tokens, S, H, G, K, V, scale,
+    HEADS, STATES, DECAY: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr,
     MIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dV = Σ_h A_hᵀ dO_h + exp(b_last − b) ∘ K dS'. Grid: chunks, key/value heads, pieces of V."""
     c, g, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token, i, valid, length = chunk_rows(chunk_start, chunk_tokens, c, C)
+    start, i, valid, length = chunk_rows(chunk_start, chunk_tokens, c, C)
     _dv_piece(
-        q, k, v, do, d_states, dv, decay, decay_low, token, i, valid, length, c, g, S, H, G, K, V, V_STRIDE, scale,
+        q, k, v, do, d_states, dv, decay, decay_low, start, i, valid, length, c, g, S, H, G, K, V, scale,
         piece * BV, HEADS, STATES, DECAY, C, BK, NK, BV, MIXED, PRECISION,
     )  # fmt: skip
     if TAIL and piece == NV - 1:
         _dv_piece(
-            q, k, v, do, d_states, dv, decay, decay_low, token, i, valid, length, c, g, S, H, G, K, V, V_STRIDE,
+            q, k, v, do, d_states, dv, decay, decay_low, start, i, valid, length, c, g, S, H, G, K, V,
             scale, NV * BV, HEADS, STATES, DECAY, C, BK, NK, TAIL, MIXED, PRECISION,
         )  # fmt: skip
 
@@ -229,24 +214,24 @@ def chunk_dv(
 @triton.jit
 def chunk_d_log_decay(
     d_row, d_column, d_to_end, d_whole, d_log_decay, chunk_start, chunk_tokens, tokens, S, BLOCKS,
-    HEADS: tl.constexpr, NK: tl.constexpr, C: tl.constexpr,
+    HEADS, NK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a decay per token: log_decay_t is part of every b_i with i ≥ t of its chunk.
 
     d_log_decay [tokens, S] fp32; HEADS query heads share each of the S decays. Grid: chunks, state heads.
     """
     c, s = tl.program_id(0), tl.program_id(1)
-    token, i, valid, _ = chunk_rows(chunk_start, chunk_tokens, c, C)
+    start, i, valid, _ = chunk_rows(chunk_start, chunk_tokens, c, C)
     d_b, left = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for h in range(HEADS):
-        at = token * (S * HEADS) + s * HEADS + h
+        at = (start * S + s) * HEADS + h + i * (S * HEADS)
         d_b += tl.load(d_row + at, mask=valid, other=0.0) - tl.load(d_column + at, mask=valid, other=0.0)
     for piece in range(NK):
-        left += tl.load(d_to_end + (piece * tokens + token) * S + s, mask=valid, other=0.0)
+        left += tl.load(d_to_end + (piece * tokens + start) * S + s + i * S, mask=valid, other=0.0)
     whole = 0.0
     for block in range(BLOCKS):
         whole += tl.load(d_whole + (tl.cast(c, tl.int64) * S + s) * BLOCKS + block)
     later, earlier = i[:, None] >= i[None, :], i[:, None] < i[None, :]
     # exp(b_last − b_j) holds the decays after j only: those of t > j.
     total = tl.sum(tl.where(later, d_b[:, None], 0.0), 0) + tl.sum(tl.where(earlier, left[:, None], 0.0), 0)
-    tl.store(d_log_decay + token * S + s, total + whole, mask=valid)
+    tl.store(d_log_decay + start * S + s + i * S, total + whole, mask=valid)

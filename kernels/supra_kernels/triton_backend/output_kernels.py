@@ -16,38 +16,38 @@ from supra_kernels.triton_backend.tiles import (
 
 @triton.jit
 def query_key_products(
-    q, k, token, valid, head, g, H, G, K,
+    q, k, start, i, valid, head, g, H, G, K,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Q Kᵀ [C, C] of one query head and its key head in one chunk."""
     scores = tl.zeros([C, C], tl.float32)
     for piece in tl.static_range(NK):
-        q_rows = load_rows(q, token, valid, head, H, K, piece * BK, BK)
-        k_rows = load_rows(k, token, valid, g, G, K, piece * BK, BK)
+        q_rows = load_rows(q, start, i, valid, head, H, K, piece * BK, BK)
+        k_rows = load_rows(k, start, i, valid, g, G, K, piece * BK, BK)
         scores = tl.dot(q_rows, tl.trans(k_rows), scores, input_precision=PRECISION)
     return scores
 
 
 @triton.jit
 def _output_piece(
-    q, v, states, o, scores, reads, token, valid, c, s, head, g, S, H, G, K, V, V_STRIDE, scale, first,
+    q, v, states, o, scores, reads, start, i, valid, c, s, head, g, S, H, G, K, V, scale, first,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, MIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     old = tl.zeros([C, BV], tl.float32)
     for piece in tl.static_range(NK):
-        q_rows = load_rows(q, token, valid, head, H, K, piece * BK, BK)
-        at, exists = state_pointers(states, c, s, S, K, V, V_STRIDE, piece * BK, first, BK, BV)
+        q_rows = load_rows(q, start, i, valid, head, H, K, piece * BK, BK)
+        at, exists = state_pointers(states, c, s, S, K, V, piece * BK, first, BK, BV)
         state = tl.load(at, mask=exists, other=0.0)
         old = tl.dot(q_rows.to(MIXED), state.to(MIXED), old, input_precision=PRECISION)
-    v_rows = load_rows(v, token, valid, g, G, V, first, BV)
+    v_rows = load_rows(v, start, i, valid, g, G, V, first, BV)
     value = tl.dot(scores, v_rows.to(MIXED), old * (reads * scale)[:, None], input_precision=PRECISION)
-    store_rows(o, value, token, valid, head, H, V, first, BV)
+    store_rows(o, value, start, i, valid, head, H, V, first, BV)
 
 
 @triton.jit
 def chunk_output(
-    q, k, v, states, o, decay, decay_low, chunk_start, chunk_tokens, S, H, G, K, V, V_STRIDE, scale,
-    HEADS: tl.constexpr, STATES: tl.constexpr, DECAY: tl.constexpr,
+    q, k, v, states, o, decay, decay_low, chunk_start, chunk_tokens, S, H, G, K, V, scale,
+    HEADS, STATES, DECAY: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr,
     MIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -57,21 +57,21 @@ def chunk_output(
     the other, so that keys, values and a state they share come from memory once and from cache afterwards.
     """
     c, g = tl.program_id(0), tl.program_id(1)
-    token, i, valid, _ = chunk_rows(chunk_start, chunk_tokens, c, C)
+    start, i, valid, _ = chunk_rows(chunk_start, chunk_tokens, c, C)
     for h in range(HEADS):
         head = g * HEADS + h
         s = g * STATES + h * STATES // HEADS
-        hi, lo, unit = load_decay(decay, decay_low, token, i, valid, s, S, DECAY)
-        scores = query_key_products(q, k, token, valid, head, g, H, G, K, C, BK, NK, PRECISION)
+        hi, lo, unit = load_decay(decay, decay_low, start, i, valid, s, S, DECAY)
+        scores = query_key_products(q, k, start, i, valid, head, g, H, G, K, C, BK, NK, PRECISION)
         scores = (mask_scores(scores, hi, lo, unit, i, valid, DECAY) * scale).to(MIXED)
         reads = from_start(hi, lo, unit, valid, DECAY)
         for piece in tl.static_range(NV):
             _output_piece(
-                q, v, states, o, scores, reads, token, valid, c, s, head, g, S, H, G, K, V, V_STRIDE, scale, piece * BV,
+                q, v, states, o, scores, reads, start, i, valid, c, s, head, g, S, H, G, K, V, scale, piece * BV,
                 C, BK, NK, BV, MIXED, PRECISION,
             )  # fmt: skip
         if TAIL:
             _output_piece(
-                q, v, states, o, scores, reads, token, valid, c, s, head, g, S, H, G, K, V, V_STRIDE, scale, NV * BV,
+                q, v, states, o, scores, reads, start, i, valid, c, s, head, g, S, H, G, K, V, scale, NV * BV,
                 C, BK, NK, TAIL, MIXED, PRECISION,
             )  # fmt: skip

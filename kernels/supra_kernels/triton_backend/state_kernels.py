@@ -20,11 +20,11 @@ from supra_kernels.triton_backend.tiles import (
 
 @triton.jit
 def _add_tile(
-    x, y, states, decay, decay_low, token, i, valid, length, c, s, S, K, V, V_STRIDE, x_heads, scale, first_k, first_v,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, REVERSED: tl.constexpr, DECAY: tl.constexpr,
+    x, y, states, decay, decay_low, start, i, valid, length, c, s, S, K, V, x_heads, scale, first_k, first_v,
+    HEADS, SHARE, REVERSED: tl.constexpr, DECAY: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    hi, lo, unit = load_decay(decay, decay_low, token, i, valid, s, S, DECAY)
+    hi, lo, unit = load_decay(decay, decay_low, start, i, valid, s, S, DECAY)
     if REVERSED:
         weight = from_start(hi, lo, unit, valid, DECAY) * scale
     else:
@@ -32,17 +32,17 @@ def _add_tile(
     total = tl.zeros([BK, BV], tl.float32)
     for h in range(HEADS):
         head = (s * HEADS + h) // SHARE
-        x_rows = load_rows(x, token, valid, head, x_heads, K, first_k, BK).to(tl.float32) * weight[:, None]
-        y_rows = load_rows(y, token, valid, head, x_heads, V, first_v, BV)
+        x_rows = load_rows(x, start, i, valid, head, x_heads, K, first_k, BK).to(tl.float32) * weight[:, None]
+        y_rows = load_rows(y, start, i, valid, head, x_heads, V, first_v, BV)
         total = tl.dot(tl.trans(x_rows.to(MIXED)), y_rows.to(MIXED), total, input_precision=PRECISION)
-    at, exists = state_pointers(states, c, s, S, K, V, V_STRIDE, first_k, first_v, BK, BV)
+    at, exists = state_pointers(states, c, s, S, K, V, first_k, first_v, BK, BV)
     tl.store(at, total, mask=exists)
 
 
 @triton.jit
 def chunk_states(
-    x, y, states, decay, decay_low, chunk_start, chunk_tokens, S, K, V, V_STRIDE, x_heads, scale,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, REVERSED: tl.constexpr, DECAY: tl.constexpr,
+    x, y, states, decay, decay_low, chunk_start, chunk_tokens, S, K, V, x_heads, scale,
+    HEADS, SHARE, REVERSED: tl.constexpr, DECAY: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr,
     MIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -52,32 +52,31 @@ def chunk_states(
     same one.
     """
     c, s, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token, i, valid, length = chunk_rows(chunk_start, chunk_tokens, c, C)
+    start, i, valid, length = chunk_rows(chunk_start, chunk_tokens, c, C)
     first_k, piece = tile // NV * BK, tile % NV
     _add_tile(
-        x, y, states, decay, decay_low, token, i, valid, length, c, s, S, K, V, V_STRIDE, x_heads, scale, first_k,
+        x, y, states, decay, decay_low, start, i, valid, length, c, s, S, K, V, x_heads, scale, first_k,
         piece * BV, HEADS, SHARE, REVERSED, DECAY, C, BK, BV, MIXED, PRECISION,
     )  # fmt: skip
     if TAIL and piece == NV - 1:
         _add_tile(
-            x, y, states, decay, decay_low, token, i, valid, length, c, s, S, K, V, V_STRIDE, x_heads, scale,
+            x, y, states, decay, decay_low, start, i, valid, length, c, s, S, K, V, x_heads, scale,
             first_k, NV * BV, HEADS, SHARE, REVERSED, DECAY, C, BK, TAIL, MIXED, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
 def scan_states(
-    states, initial, final, decay, decay_low, chunk_start, chunk_tokens, sequence_chunks, S, V, V_STRIDE, ENTRIES,
+    states, initial, final, decay, decay_low, chunk_start, chunk_tokens, sequence_chunks, S, ENTRIES,
     DECAY: tl.constexpr, INITIAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """states[c] := the state before chunk c, in place; `final` := the state after the last one.
 
-    Grid: sequences, state heads, blocks of the ENTRIES = K · V_STRIDE numbers of a state.
+    Grid: sequences, state heads, blocks of the ENTRIES = K · V numbers of a state.
     """
     n, s = tl.program_id(0), tl.program_id(1)
     entry = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    # Columns from V on are padding: nothing was ever written there.
-    exists = (entry < ENTRIES) & (entry % V_STRIDE < V)
+    exists = entry < ENTRIES
     own = (tl.cast(n, tl.int64) * S + s) * ENTRIES + entry
     state = tl.zeros([BLOCK], tl.float32)
     if INITIAL:
@@ -94,7 +93,7 @@ def scan_states(
 @triton.jit
 def scan_states_reversed(
     d_states, d_final, d_initial, states, d_whole, decay, decay_low, chunk_start, chunk_tokens, sequence_chunks,
-    S, V, V_STRIDE, ENTRIES,
+    S, ENTRIES,
     DECAY: tl.constexpr, DECAY_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """d_states[c] := the gradient of the state after chunk c, in place; `d_initial` := that of the first state.
@@ -104,7 +103,7 @@ def scan_states_reversed(
     """
     n, s, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = block * BLOCK + tl.arange(0, BLOCK)
-    exists = (entry < ENTRIES) & (entry % V_STRIDE < V)
+    exists = entry < ENTRIES
     own = (tl.cast(n, tl.int64) * S + s) * ENTRIES + entry
     state = tl.load(d_final + own, mask=exists, other=0.0)
     first, last = tl.load(sequence_chunks + n), tl.load(sequence_chunks + n + 1)

@@ -1,7 +1,7 @@
 """What every chunk kernel does with memory and decay: loading tiles, the factors of a chunk, the causal mask.
 
-Notation as in kernels/README.md. A chunk has at most C tokens; `token` int64 [C] are their rows in the flattened
-inputs `[tokens, heads, D]`, `valid` [C] says which exist. The decay accumulated since the chunk's start is
+Notation as in kernels/README.md. A chunk has at most C tokens, from row `start` of the flattened inputs
+`[tokens, heads, D]` on; token i [C] of it exists where `valid` [C]. V is padded to a multiple of 16 in memory. The decay accumulated since the chunk's start is
 `b_i = (hi_i + lo_i) · unit`: a decay per token is summed in fp64 beforehand and comes as two fp32 parts, so that
 differences of long sums keep their digits; a fixed one needs only the number of tokens and `unit` = its log decay.
 """
@@ -16,49 +16,54 @@ PER_TOKEN = tl.constexpr(2)
 
 @triton.jit
 def chunk_rows(chunk_start, chunk_tokens, c, C: tl.constexpr):
-    """Rows of chunk c: `token` int64 [C], position in the chunk `i` [C], `valid` [C], and its number of tokens."""
+    """Chunk c: its first row int64, positions in the chunk `i` [C], `valid` [C], and its number of tokens."""
     i = tl.arange(0, C)
     length = tl.load(chunk_tokens + c)
-    token = tl.load(chunk_start + c).to(tl.int64) + i
-    return token, i, i < length, length
+    return tl.load(chunk_start + c), i, i < length, length
 
 
 @triton.jit
-def load_rows(x, token, valid, head, heads, D, first, WIDTH: tl.constexpr):
+def row_pointers(x, start, i, valid, head, heads, D, first, WIDTH: tl.constexpr):
+    """Pointers to columns first … first + WIDTH of one head of x [tokens, heads, D], and which exist, [C, WIDTH].
+
+    One int64 base and int32 offsets: a tile of int64 offsets would take more registers than the tile itself.
+    """
+    column = first + tl.arange(0, WIDTH)
+    base = x + (start * heads + head) * D
+    return base + (i[:, None] * (heads * D) + column[None, :]), valid[:, None] & (column < D)[None, :]
+
+
+@triton.jit
+def load_rows(x, start, i, valid, head, heads, D, first, WIDTH: tl.constexpr):
     """Columns first … first + WIDTH of one head of x [tokens, heads, D] → [C, WIDTH], zero where nothing is."""
-    column = first + tl.arange(0, WIDTH)
-    at = (token[:, None] * heads + head) * D + column[None, :]
-    return tl.load(x + at, mask=valid[:, None] & (column < D)[None, :], other=0.0)
+    at, exists = row_pointers(x, start, i, valid, head, heads, D, first, WIDTH)
+    return tl.load(at, mask=exists, other=0.0)
 
 
 @triton.jit
-def store_rows(x, value, token, valid, head, heads, D, first, WIDTH: tl.constexpr):
+def store_rows(x, value, start, i, valid, head, heads, D, first, WIDTH: tl.constexpr):
     """Write [C, WIDTH] where `load_rows` would read."""
-    column = first + tl.arange(0, WIDTH)
-    at = (token[:, None] * heads + head) * D + column[None, :]
-    tl.store(x + at, value.to(x.dtype.element_ty), mask=valid[:, None] & (column < D)[None, :])
+    at, exists = row_pointers(x, start, i, valid, head, heads, D, first, WIDTH)
+    tl.store(at, value.to(x.dtype.element_ty), mask=exists)
 
 
 @triton.jit
-def state_pointers(states, c, s, S, K, V, V_STRIDE, first_k, first_v, BK: tl.constexpr, BV: tl.constexpr):
-    """Pointers to a [BK, BV] tile of states [chunks, S, K, V_STRIDE], and which of its entries exist."""
+def state_pointers(states, c, s, S, K, V, first_k, first_v, BK: tl.constexpr, BV: tl.constexpr):
+    """Pointers to a [BK, BV] tile of states [chunks, S, K, V], and which of its entries exist."""
     row, column = first_k + tl.arange(0, BK), first_v + tl.arange(0, BV)
-    base = (tl.cast(c, tl.int64) * S + s) * K * V_STRIDE
-    return (
-        states + base + row[:, None] * V_STRIDE + column[None, :],
-        (row < K)[:, None] & (column < V)[None, :],
-    )
+    base = states + (tl.cast(c, tl.int64) * S + s) * K * V
+    return base + (row[:, None] * V + column[None, :]), (row < K)[:, None] & (column < V)[None, :]
 
 
 @triton.jit
-def load_decay(decay, decay_low, token, i, valid, s, S, DECAY: tl.constexpr):
+def load_decay(decay, decay_low, start, i, valid, s, S, DECAY: tl.constexpr):
     """`(hi [C], lo [C], unit)` of state head s; see the module."""
     hi, lo, unit = (i + 1).to(tl.float32), tl.zeros_like(i).to(tl.float32), 0.0
     if DECAY == FIXED:
         unit = tl.load(decay + s)
     if DECAY == PER_TOKEN:
-        hi = tl.load(decay + token * S + s, mask=valid, other=0.0)
-        lo = tl.load(decay_low + token * S + s, mask=valid, other=0.0)
+        hi = tl.load(decay + start * S + s + i * S, mask=valid, other=0.0)
+        lo = tl.load(decay_low + start * S + s + i * S, mask=valid, other=0.0)
         unit = 1.0
     return hi, lo, unit
 

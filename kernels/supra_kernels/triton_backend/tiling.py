@@ -59,5 +59,5 @@ def tile(K: int, V: int, C: int, dtype: torch.dtype, precision: str | None = Non
     if tail > BV // 2 and BV > 16:
         NV, tail = NV + 1, 0
     return Tiling(
-        C, BK, triton.cdiv(K, BK), BV, NV, tail, mixed, precision, 8 if C * max(BK, BV) > 4096 else 4
+        C, BK, triton.cdiv(K, BK), BV, NV, tail, mixed, precision, 8 if C * max(BK, BV) >= 4096 else 4
     )
