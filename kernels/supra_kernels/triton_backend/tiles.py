@@ -1,9 +1,10 @@
 """What every chunk kernel does with memory and decay: loading tiles, the factors of a chunk, the causal mask.
 
 Notation as in kernels/README.md. A chunk has at most C tokens, from row `start` of the flattened inputs
-`[tokens, heads, D]` on; token i [C] of it exists where `valid` [C]. V is padded to a multiple of 16 in memory. The decay accumulated since the chunk's start is
-`b_i = (hi_i + lo_i) · unit`: a decay per token is summed in fp64 beforehand and comes as two fp32 parts, so that
-differences of long sums keep their digits; a fixed one needs only the number of tokens and `unit` = its log decay.
+`[tokens, heads, D]` on; token i [C] of it exists where `valid` [C]. V is a multiple of 16 in memory. The decay
+accumulated since the chunk's start is `b_i = (hi_i + lo_i) · unit`: a decay per token is summed in fp64 beforehand and
+comes as two fp32 parts, so that differences of long sums keep their digits; a fixed one needs only the number of tokens
+and `unit` = its log decay.
 """
 
 import triton
