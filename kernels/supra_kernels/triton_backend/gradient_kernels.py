@@ -8,6 +8,7 @@ by the tokens the exponent spans.
 import triton
 import triton.language as tl
 
+from supra_kernels.triton_backend.feature_kernels import load_features
 from supra_kernels.triton_backend.output_kernels import query_key_products
 from supra_kernels.triton_backend.tiles import (
     FIXED,
@@ -65,8 +66,9 @@ def _times_state_transposed(
 
 @triton.jit
 def chunk_dq(
-    q, k, v, do, states, dq, d_row, decay, decay_low, chunk_start, chunk_tokens, S, H, G, K, V, scale,
-    HEADS, STATES, DECAY: tl.constexpr, DECAY_GRADIENT: tl.constexpr,
+    q, q_bias, q_normaliser, k, k_bias, k_normaliser, cos, sin, v, do, states, dq, d_row,
+    decay, decay_low, chunk_start, chunk_tokens, S, H, G, K, V, scale,
+    HEADS, STATES, DECAY: tl.constexpr, DECAY_GRADIENT: tl.constexpr, MAP: tl.constexpr, ANGLES: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr,
     MIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -77,6 +79,7 @@ def chunk_dq(
     """
     c, g = tl.program_id(0), tl.program_id(1)
     start, i, valid, _ = chunk_rows(chunk_start, chunk_tokens, c, C)
+    q_side, k_side = (q, q_bias, q_normaliser, cos, sin), (k, k_bias, k_normaliser, cos, sin)
     for h in range(HEADS):
         head = g * HEADS + h
         s = g * STATES + h * STATES // HEADS
@@ -88,10 +91,12 @@ def chunk_dq(
         reads = from_start(hi, lo, unit, valid, DECAY) * scale
         row = tl.zeros([C], tl.float32)
         if DECAY_GRADIENT and DECAY == PER_TOKEN:
-            products = query_key_products(q, k, start, i, valid, head, g, H, G, K, C, BK, NK, PRECISION)
+            products = query_key_products(
+                q_side, k_side, start, i, valid, head, g, H, G, K, MAP, ANGLES, C, BK, NK, PRECISION
+            )
             row = tl.sum(tl.where(i[:, None] > i[None, :], products * d_scores, 0.0), 1)
         for piece in tl.static_range(NK):
-            k_rows = load_rows(k, start, i, valid, g, G, K, piece * BK, BK)
+            k_rows = load_features(k_side, start, i, valid, g, G, K, piece * BK, BK, MAP, ANGLES)
             through_state = (
                 _times_state_transposed(
                     do, states, start, i, valid, head, H, c, s, S, K, V, piece * BK,
@@ -100,7 +105,9 @@ def chunk_dq(
                 * reads[:, None]
             )  # fmt: skip
             if DECAY_GRADIENT:
-                q_rows = load_rows(q, start, i, valid, head, H, K, piece * BK, BK).to(tl.float32)
+                q_rows = load_features(q_side, start, i, valid, head, H, K, piece * BK, BK, MAP, ANGLES).to(
+                    tl.float32
+                )
                 if DECAY == FIXED:
                     row += tl.sum(q_rows * through_state, 1) * (i + 1).to(tl.float32)
                 else:
@@ -113,9 +120,10 @@ def chunk_dq(
 
 @triton.jit
 def chunk_dk(
-    q, k, v, do, d_states, dk, d_column, d_to_end, decay, decay_low, chunk_start, chunk_tokens,
+    q, q_bias, q_normaliser, k, k_bias, k_normaliser, cos, sin, v, do, d_states, dk, d_column, d_to_end,
+    decay, decay_low, chunk_start, chunk_tokens,
     tokens, S, H, G, K, V, scale,
-    HEADS, STATES, DECAY: tl.constexpr, DECAY_GRADIENT: tl.constexpr,
+    HEADS, STATES, DECAY: tl.constexpr, DECAY_GRADIENT: tl.constexpr, MAP: tl.constexpr, ANGLES: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr,
     MIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -126,9 +134,10 @@ def chunk_dk(
     """
     c, g, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, i, valid, length = chunk_rows(chunk_start, chunk_tokens, c, C)
+    q_side, k_side = (q, q_bias, q_normaliser, cos, sin), (k, k_bias, k_normaliser, cos, sin)
     first = piece * BK
     total = tl.zeros([C, BK], tl.float32)
-    k_rows = load_rows(k, start, i, valid, g, G, K, first, BK).to(tl.float32)
+    k_rows = load_features(k_side, start, i, valid, g, G, K, first, BK, MAP, ANGLES).to(tl.float32)
     ages = tl.where(valid, length - 1 - i, 0).to(tl.float32)
     for h in range(HEADS):
         head = g * HEADS + h
@@ -138,10 +147,12 @@ def chunk_dk(
             do, v, start, i, valid, head, g, H, G, V, C, BV, NV, TAIL, MIXED, PRECISION
         )
         d_scores = mask_scores(d_scores, hi, lo, unit, i, valid, DECAY) * scale
-        q_rows = load_rows(q, start, i, valid, head, H, K, first, BK)
+        q_rows = load_features(q_side, start, i, valid, head, H, K, first, BK, MAP, ANGLES)
         total = tl.dot(tl.trans(d_scores.to(MIXED)), q_rows.to(MIXED), total, input_precision=PRECISION)
         if DECAY_GRADIENT and piece == 0:
-            products = query_key_products(q, k, start, i, valid, head, g, H, G, K, C, BK, NK, PRECISION)
+            products = query_key_products(
+                q_side, k_side, start, i, valid, head, g, H, G, K, MAP, ANGLES, C, BK, NK, PRECISION
+            )
             between = tl.where(i[:, None] > i[None, :], products * d_scores, 0.0)
             if DECAY == FIXED:
                 between *= (i[:, None] - i[None, :]).to(tl.float32)
@@ -164,8 +175,8 @@ def chunk_dk(
 
 @triton.jit
 def _dv_piece(
-    q, k, v, do, d_states, dv, decay, decay_low, start, i, valid, length, c, g, S, H, G, K, V, scale, first,
-    HEADS, STATES, DECAY: tl.constexpr,
+    q_side, k_side, v, do, d_states, dv, decay, decay_low, start, i, valid, length, c, g, S, H, G, K, V, scale, first,
+    HEADS, STATES, DECAY: tl.constexpr, MAP: tl.constexpr, ANGLES: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, MIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros([C, BV], tl.float32)
@@ -173,7 +184,9 @@ def _dv_piece(
         head = g * HEADS + h
         s = g * STATES + h * STATES // HEADS
         hi, lo, unit = load_decay(decay, decay_low, start, i, valid, s, S, DECAY)
-        scores = query_key_products(q, k, start, i, valid, head, g, H, G, K, C, BK, NK, PRECISION)
+        scores = query_key_products(
+            q_side, k_side, start, i, valid, head, g, H, G, K, MAP, ANGLES, C, BK, NK, PRECISION
+        )
         scores = mask_scores(scores, hi, lo, unit, i, valid, DECAY) * scale
         do_rows = load_rows(do, start, i, valid, head, H, V, first, BV)
         total = tl.dot(tl.trans(scores.to(MIXED)), do_rows.to(MIXED), total, input_precision=PRECISION)
@@ -182,7 +195,7 @@ def _dv_piece(
         hi, lo, unit = load_decay(decay, decay_low, start, i, valid, s, S, DECAY)
         kept = tl.zeros([C, BV], tl.float32)
         for piece in tl.static_range(NK):
-            k_rows = load_rows(k, start, i, valid, g, G, K, piece * BK, BK).to(MIXED)
+            k_rows = load_features(k_side, start, i, valid, g, G, K, piece * BK, BK, MAP, ANGLES).to(MIXED)
             at, exists = state_pointers(d_states, c, s, S, K, V, piece * BK, first, BK, BV)
             state = tl.load(at, mask=exists, other=0.0).to(MIXED)
             kept = tl.dot(k_rows, state, kept, input_precision=PRECISION)
@@ -192,22 +205,24 @@ def _dv_piece(
 
 @triton.jit
 def chunk_dv(
-    q, k, v, do, d_states, dv, decay, decay_low, chunk_start, chunk_tokens, S, H, G, K, V, scale,
-    HEADS, STATES, DECAY: tl.constexpr,
+    q, q_bias, q_normaliser, k, k_bias, k_normaliser, cos, sin, v, do, d_states, dv,
+    decay, decay_low, chunk_start, chunk_tokens, S, H, G, K, V, scale,
+    HEADS, STATES, DECAY: tl.constexpr, MAP: tl.constexpr, ANGLES: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr,
     MIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dV = Σ_h A_hᵀ dO_h + exp(b_last − b) ∘ K dS'. Grid: chunks, key/value heads, pieces of V."""
     c, g, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, i, valid, length = chunk_rows(chunk_start, chunk_tokens, c, C)
+    q_side, k_side = (q, q_bias, q_normaliser, cos, sin), (k, k_bias, k_normaliser, cos, sin)
     _dv_piece(
-        q, k, v, do, d_states, dv, decay, decay_low, start, i, valid, length, c, g, S, H, G, K, V, scale,
-        piece * BV, HEADS, STATES, DECAY, C, BK, NK, BV, MIXED, PRECISION,
+        q_side, k_side, v, do, d_states, dv, decay, decay_low, start, i, valid, length, c, g, S, H, G, K, V, scale,
+        piece * BV, HEADS, STATES, DECAY, MAP, ANGLES, C, BK, NK, BV, MIXED, PRECISION,
     )  # fmt: skip
     if TAIL and piece == NV - 1:
         _dv_piece(
-            q, k, v, do, d_states, dv, decay, decay_low, start, i, valid, length, c, g, S, H, G, K, V,
-            scale, NV * BV, HEADS, STATES, DECAY, C, BK, NK, TAIL, MIXED, PRECISION,
+            q_side, k_side, v, do, d_states, dv, decay, decay_low, start, i, valid, length, c, g, S, H, G, K, V,
+            scale, NV * BV, HEADS, STATES, DECAY, MAP, ANGLES, C, BK, NK, TAIL, MIXED, PRECISION,
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ elementwise pass walks along a sequence (the split is Mamba-2's, arXiv 2405.2106
 import triton
 import triton.language as tl
 
+from supra_kernels.triton_backend.feature_kernels import load_features
 from supra_kernels.triton_backend.tiles import (
     chunk_rows,
     from_start,
@@ -21,7 +22,7 @@ from supra_kernels.triton_backend.tiles import (
 @triton.jit
 def _add_tile(
     x, y, states, decay, decay_low, start, i, valid, length, c, s, S, K, V, x_heads, scale, first_k, first_v,
-    HEADS, SHARE, REVERSED: tl.constexpr, DECAY: tl.constexpr,
+    HEADS, SHARE, REVERSED: tl.constexpr, DECAY: tl.constexpr, MAP: tl.constexpr, ANGLES: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     hi, lo, unit = load_decay(decay, decay_low, start, i, valid, s, S, DECAY)
@@ -32,7 +33,8 @@ def _add_tile(
     total = tl.zeros([BK, BV], tl.float32)
     for h in range(HEADS):
         head = (s * HEADS + h) // SHARE
-        x_rows = load_rows(x, start, i, valid, head, x_heads, K, first_k, BK).to(tl.float32) * weight[:, None]
+        x_rows = load_features(x, start, i, valid, head, x_heads, K, first_k, BK, MAP, ANGLES)
+        x_rows = x_rows.to(tl.float32) * weight[:, None]
         y_rows = load_rows(y, start, i, valid, head, x_heads, V, first_v, BV)
         total = tl.dot(tl.trans(x_rows.to(MIXED)), y_rows.to(MIXED), total, input_precision=PRECISION)
     at, exists = state_pointers(states, c, s, S, K, V, first_k, first_v, BK, BV)
@@ -41,8 +43,8 @@ def _add_tile(
 
 @triton.jit
 def chunk_states(
-    x, y, states, decay, decay_low, chunk_start, chunk_tokens, S, K, V, x_heads, scale,
-    HEADS, SHARE, REVERSED: tl.constexpr, DECAY: tl.constexpr,
+    x, bias, normaliser, cos, sin, y, states, decay, decay_low, chunk_start, chunk_tokens, S, K, V, x_heads, scale,
+    HEADS, SHARE, REVERSED: tl.constexpr, DECAY: tl.constexpr, MAP: tl.constexpr, ANGLES: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr,
     MIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -54,14 +56,15 @@ def chunk_states(
     c, s, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, i, valid, length = chunk_rows(chunk_start, chunk_tokens, c, C)
     first_k, piece = tile // NV * BK, tile % NV
+    side = (x, bias, normaliser, cos, sin)
     _add_tile(
-        x, y, states, decay, decay_low, start, i, valid, length, c, s, S, K, V, x_heads, scale, first_k,
-        piece * BV, HEADS, SHARE, REVERSED, DECAY, C, BK, BV, MIXED, PRECISION,
+        side, y, states, decay, decay_low, start, i, valid, length, c, s, S, K, V, x_heads, scale, first_k,
+        piece * BV, HEADS, SHARE, REVERSED, DECAY, MAP, ANGLES, C, BK, BV, MIXED, PRECISION,
     )  # fmt: skip
     if TAIL and piece == NV - 1:
         _add_tile(
-            x, y, states, decay, decay_low, start, i, valid, length, c, s, S, K, V, x_heads, scale,
-            first_k, NV * BV, HEADS, SHARE, REVERSED, DECAY, C, BK, TAIL, MIXED, PRECISION,
+            side, y, states, decay, decay_low, start, i, valid, length, c, s, S, K, V, x_heads, scale,
+            first_k, NV * BV, HEADS, SHARE, REVERSED, DECAY, MAP, ANGLES, C, BK, TAIL, MIXED, PRECISION,
         )  # fmt: skip
 
 

@@ -39,16 +39,15 @@ def chunk_tile(chunk_size: int) -> int:
     return max(16, triton.next_power_of_2(chunk_size))
 
 
-def tile(K: int, V: int, C: int, dtype: torch.dtype, precision: str | None = None) -> Tiling:
-    """Tiles for head dims K and V, chunk tile C and the dtype of q and k.
+def tile(K: int, V: int, C: int, dtype: torch.dtype, *, whole_rows: bool = False) -> Tiling:
+    """Tiles for head dims K and V, chunk tile C and the dtype of q and k; `whole_rows`: V in one piece, for its norm.
 
     A column beyond a power of two (the normaliser: V = 65, 129) becomes a tail of 16 instead of doubling V. Products
     with a computed operand run in bf16 for bf16 inputs; for fp16 in tf32, as unnormalised scores and states can
     leave its range. fp32 products follow torch's own setting, `torch.set_float32_matmul_precision`.
     """
-    if precision is None:
-        highest = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-        precision = "ieee" if highest else "tf32"
+    highest = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    precision = "ieee" if highest else "tf32"
     mixed = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
     widest = 128 if dtype == torch.bfloat16 and not SMALL_SHARED_MEMORY else 64
     BK = min(widest, max(16, triton.next_power_of_2(K)))
@@ -58,6 +57,8 @@ def tile(K: int, V: int, C: int, dtype: torch.dtype, precision: str | None = Non
     tail = max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
     if tail > BV // 2 and BV > 16:
         NV, tail = NV + 1, 0
+    if whole_rows:
+        BV, NV, tail = max(16, triton.next_power_of_2(V)), 1, 0
     return Tiling(
         C, BK, triton.cdiv(K, BK), BV, NV, tail, mixed, precision, 8 if C * max(BK, BV) >= 4096 else 4
     )
