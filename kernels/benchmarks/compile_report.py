@@ -29,7 +29,13 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from supra_kernels.triton_backend import linear_attention, linear_attention_step, tiling, window_attention
+from supra_kernels.triton_backend import (
+    chunked,
+    linear_attention,
+    linear_attention_step,
+    tiling,
+    window_attention,
+)
 from supra_kernels.triton_backend.recording import Launch, recording
 from supra_kernels.triton_backend.step import StepPlan, StepWeights, decode_step
 
@@ -70,6 +76,9 @@ def calls(quick: bool) -> list[tuple[str, Any]]:
             for decay in decays:
                 name = f"linear_attention {dtype} K={K} V={V} decay {decay}"
                 found.append((name, lambda d=DTYPES[dtype], K=K, V=V, decay=decay: _linear(d, K, V, decay)))
+            for feature_map, norm in () if K != V else (("relu", True), ("hedgehog", False)):
+                name = f"fused {dtype} D={K} {feature_map}, RoPE" + (", group_norm" if norm else "")
+                found.append((name, lambda d=DTYPES[dtype], K=K, m=feature_map, n=norm: _fused(d, K, m, n)))
             found.append((f"step {dtype} K={K} V={V}", lambda d=DTYPES[dtype], K=K, V=V: _step(d, K, V)))
         for D in sorted({K for K, _ in dims}):
             found.append((f"window {dtype} D={D}", lambda d=DTYPES[dtype], D=D: _window(d, D)))
@@ -99,6 +108,18 @@ def _linear(dtype: torch.dtype, K: int, V: int, decay: str) -> None:
     o, final = linear_attention(q, k, v, log_decay, initial_state=state, output_final_state=True)
     assert final is not None
     (o.sum() + final.sum()).backward()
+
+
+def _fused(dtype: torch.dtype, D: int, feature_map: Any, norm: bool) -> None:
+    q, k, v = _tensors(dtype, D, D)
+    angles = torch.zeros(1, 70, D)
+    biases = (
+        (torch.zeros(8, D, requires_grad=True), torch.zeros(2, D)) if feature_map == "relu" else (None, None)
+    )
+    affine = chunked.Norm(torch.zeros(8 * D, requires_grad=True), torch.zeros(8 * D)) if norm else None
+    front = chunked.Front(feature_map, *biases, angles, angles)
+    o, _ = chunked.linear_attention(q, k, v, torch.zeros(8), front=front, norm=affine)
+    o.sum().backward()
 
 
 def _step(dtype: torch.dtype, K: int, V: int) -> None:

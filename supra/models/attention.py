@@ -19,6 +19,7 @@ from .configuration_supra import SupraConfig
 from .decay import build_decay
 from .decode import roll, step_sinks, window_step
 from .feature_maps import build_feature_maps
+from .fused_sequence import fused_sequence, fuses_sequence
 from .fused_step import fused_step, fuses
 from .packing import Packing, delay_rows
 from .precision import KeepsFloat32
@@ -149,14 +150,10 @@ class SupraLinearAttention(nn.Module):
         if packing is None and memory is not None and fuses(self, q, memory):
             output = fused_step(self, q, k, v, position_embeddings, memory)
             return self.o_proj(output.flatten(-2).to(hidden_states.dtype)), None
-        q, k, mapped_q, mapped_k = self._map_features(q, k, position_embeddings)
-        if packing is not None:
-            q, k, v, mapped_q, mapped_k = (packing.pack(x) for x in (q, k, v, mapped_q, mapped_k))
-        decoding = num_columns == 1 and packing is None and self.window and not torch.is_grad_enabled()
-        if decoding and memory is not None and memory.recurrent_state is not None:
-            output = self._decode(q, k, v, mapped_q, mapped_k, memory)
+        if fuses_sequence(self, q):
+            output = fused_sequence(self, q, k, v, position_embeddings, memory, packing)
         else:
-            output = self._attend(q, k, v, mapped_q, mapped_k, memory, packing, num_columns)
+            output = self._mix(q, k, v, position_embeddings, memory, packing)
         if packing is not None:
             output = packing.unpack(output, batch_size, num_columns)
         return self.o_proj(output.flatten(-2).to(hidden_states.dtype)), None
@@ -182,6 +179,25 @@ class SupraLinearAttention(nn.Module):
             return q, k, map_q(q), map_k(k)
         mapped_q, mapped_k = _rotate(map_q(q), map_k(k), position_embeddings)
         return q, k, mapped_q, mapped_k
+
+    def _mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        memory: RecurrentLayer | None,
+        packing: Packing | None,
+    ) -> Tensor:
+        """Window and linear part operator by operator; q [B, T, H, D], k and v [B, T, G, D] as projected."""
+        num_columns = q.shape[1]
+        q, k, mapped_q, mapped_k = self._map_features(q, k, position_embeddings)
+        if packing is not None:
+            q, k, v, mapped_q, mapped_k = (packing.pack(x) for x in (q, k, v, mapped_q, mapped_k))
+        decoding = num_columns == 1 and packing is None and self.window and not torch.is_grad_enabled()
+        if decoding and memory is not None and memory.recurrent_state is not None:
+            return self._decode(q, k, v, mapped_q, mapped_k, memory)
+        return self._attend(q, k, v, mapped_q, mapped_k, memory, packing, num_columns)
 
     def _attend(
         self,

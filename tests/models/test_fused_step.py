@@ -55,6 +55,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         lambda device: None,
     )
     monkeypatch.setitem(autograd.BACKENDS, "triton", only_step)
+    monkeypatch.setattr("supra.models.attention.fuses_sequence", lambda layer, q: False)
     return names
 
 
