@@ -27,16 +27,18 @@ def padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def tile_sizes(dtype: torch.dtype, D: int, V: int) -> dict[str, int]:
-    """BLOCK (tokens of a tile) and the compiler's options for inputs of `dtype`.
+def tile_sizes(qk: torch.dtype, v: torch.dtype, D: int, V: int) -> dict[str, int]:
+    """BLOCK (tokens of a tile) and the compiler's options for these dtypes and head dims.
 
     Chosen from what the compilers report for sm_80, sm_90 and gfx942, without a GPU: the largest tiles of at most 64
-    tokens that stay in the registers (a few hundred bytes of fp32 spill) and within each target's shared memory.
+    tokens that stay in the registers (up to 550 bytes a thread of fp32 products without tf32 spill) and within each
+    target's shared memory.
     """
     size = max(padded(D), padded(V))
     block = 64 if size <= 128 else 32
-    if dtype not in HALF:
-        block = 32 if size <= 128 else 16
+    if qk not in HALF or v not in HALF:
+        # With two dtypes in one kernel the compilers need more registers than with fp32 alone.
+        block = 32 if size <= (128 if qk == v else 64) else 16
     # A warp of AMD has 64 lanes: eight of them would leave half the registers to each.
     wide = size > 64 and not tiling.SMALL_SHARED_MEMORY
     return {"BLOCK": block, "num_warps": 8 if wide else 4, "num_stages": 1}
@@ -52,7 +54,7 @@ def precision() -> str:
 def specialisation(qk: torch.dtype, v: torch.dtype, H: int, G: int, D: int, V: int) -> dict[str, Any]:
     """The constants that every kernel is compiled with for these dtypes and sizes, and the compiler's options."""
     constants = dict(H=H, G=G, D=D, V=V, BLOCK_D=padded(D), BLOCK_V=padded(V), PRECISION=precision())
-    return constants | tile_sizes(torch.promote_types(qk, v), D, V)
+    return constants | tile_sizes(qk, v, D, V)
 
 
 def tile_table(cu_seqlens: Tensor, tokens: int, block: int) -> Tensor:
