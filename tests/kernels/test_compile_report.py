@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 KERNELS = {
     "chunk_states", "scan_states", "chunk_output", "scan_states_reversed", "chunk_dq", "chunk_dk", "chunk_dv",
-    "chunk_d_log_decay", "hedgehog_normaliser", "features_backward", "group_norm_backward", "step_kernel", "decode_kernel", "window_forward", "window_dq", "window_dkv",
+    "chunk_d_log_decay", "hedgehog_normaliser", "features_backward", "group_norm_backward",
+    "step_kernel", "decode_kernel", "window_forward", "window_dq", "window_dkv",
 }  # fmt: skip
 
 

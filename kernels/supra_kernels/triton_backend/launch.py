@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from supra_kernels.triton_backend import tuned
 from supra_kernels.triton_backend.chunks import Chunks
 from supra_kernels.triton_backend.feature_kernels import features_backward, hedgehog_normaliser
 from supra_kernels.triton_backend.gradient_kernels import chunk_d_log_decay, chunk_dk, chunk_dq, chunk_dv
@@ -64,14 +65,13 @@ class Call:
     def front(self) -> dict[str, Any]:
         return {"MAP": self.feature_map, "ANGLES": self.angles}
 
-    def constants(self, *names: str) -> dict[str, Any]:
-        """Constants and compiler options of a kernel over chunks."""
-        options = {"num_warps": self.tiling.num_warps, "num_stages": 1, "DECAY": self.decay}
-        return (
-            options
-            | self.front
-            | self.tiling.constants(*names, "C", "BK", "BV", "NV", "TAIL", "MIXED", "PRECISION")
-        )
+    def constants(self, kernel: Any, like: Tensor, *names: str) -> dict[str, Any]:
+        """Constants and compiler options of a kernel over chunks, for q like `like`."""
+        t = self.tiling
+        options = tuned.options(kernel.fn.__name__, like, self.K, self.V, t.C, t.num_warps) | {
+            "DECAY": self.decay
+        }
+        return options | self.front | t.constants(*names, "C", "BK", "BV", "NV", "TAIL", "MIXED", "PRECISION")
 
     def states(self, like: Tensor) -> Tensor:
         return like.new_empty(len(self.chunks), self.S, self.K, self.V, dtype=torch.float32)
@@ -141,7 +141,7 @@ def forward_states(c: Call, x: Operands, initial: Tensor | None) -> Pair:
     if len(c.chunks):
         chunk_states[(len(c.chunks), c.S, c.tiling.NK * c.tiling.NV)](
             *x.k_side, x.v, states, *x.decay, c.chunks.start, c.chunks.tokens, c.S, c.K, c.V, c.G, 1.0,
-            HEADS=1, SHARE=c.S // c.G, REVERSED=False, **c.constants(),
+            HEADS=1, SHARE=c.S // c.G, REVERSED=False, **c.constants(chunk_states, x.q),
         )  # fmt: skip
     entries = c.K * c.V
     scan_states[(c.num_sequences, c.S, triton.cdiv(entries, SCAN_BLOCK))](
@@ -159,7 +159,7 @@ def output(c: Call, x: Operands, states: Tensor, norm: tuple[Tensor | None, Tens
         chunk_output[(len(c.chunks), c.G)](
             *x.sides, x.v, states, o, y, *norm, *x.decay, c.chunks.start, c.chunks.tokens,
             c.S, c.H, c.G, c.K, c.V, c.scale, c.norm_size, c.eps, HEADS=c.H // c.G, STATES=c.S // c.G,
-            NORM=c.norm, AFFINE=norm[0] is not None, **c.constants("NK"),
+            NORM=c.norm, AFFINE=norm[0] is not None, **c.constants(chunk_output, x.q, "NK"),
         )  # fmt: skip
     return o, y
 
@@ -191,7 +191,7 @@ def backward_states(
     if len(c.chunks):
         chunk_states[(len(c.chunks), c.S, c.tiling.NK * c.tiling.NV)](
             *x.q_side, do, d_states, *x.decay, c.chunks.start, c.chunks.tokens, c.S, c.K, c.V, c.H, c.scale,
-            HEADS=c.H // c.S, SHARE=1, REVERSED=True, **c.constants(),
+            HEADS=c.H // c.S, SHARE=1, REVERSED=True, **c.constants(chunk_states, x.q),
         )  # fmt: skip
     scan_states_reversed[(c.num_sequences, c.S, blocks)](
         d_states, d_final, d_initial, states, d_whole, *x.decay, c.chunks.start, c.chunks.tokens,
@@ -214,16 +214,19 @@ def gradients(
     d_to_end = q.new_empty(t.NK, c.tokens, c.S, dtype=torch.float32) if wants_decay else q
     where = (*x.decay, c.chunks.start, c.chunks.tokens)
     sizes = (c.S, c.H, c.G, c.K, c.V, c.scale)
-    options = c.constants("NK") | {"HEADS": c.H // c.G, "STATES": c.S // c.G}
+    heads = {"HEADS": c.H // c.G, "STATES": c.S // c.G}
     grid = len(c.chunks), c.G
     chunk_dq[grid](
-        *x.sides, x.v, do, states, dq, d_row, *where, *sizes, DECAY_GRADIENT=wants_decay, **options
-    )
+        *x.sides, x.v, do, states, dq, d_row, *where, *sizes,
+        DECAY_GRADIENT=wants_decay, **heads, **c.constants(chunk_dq, q, "NK"),
+    )  # fmt: skip
     chunk_dk[(*grid, t.NK)](
         *x.sides, x.v, do, d_states, dk, d_column, d_to_end, *where, c.tokens, *sizes,
-        DECAY_GRADIENT=wants_decay, **options,
+        DECAY_GRADIENT=wants_decay, **heads, **c.constants(chunk_dk, q, "NK"),
     )  # fmt: skip
-    chunk_dv[(*grid, t.NV)](*x.sides, x.v, do, d_states, dv, *where, *sizes, **options)
+    chunk_dv[(*grid, t.NV)](
+        *x.sides, x.v, do, d_states, dv, *where, *sizes, **heads, **c.constants(chunk_dv, q, "NK")
+    )
     if not wants_decay:
         return dq, dk, dv, None
     if c.decay == FIXED.value:
