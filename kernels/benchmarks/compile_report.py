@@ -65,11 +65,8 @@ class Row:
 
 def calls(quick: bool) -> list[tuple[str, Any]]:
     """`(description, function that calls an operator forward and backward)` for every shape that is reported."""
-    dims = (
-        ((64, 64), (64, 65))
-        if quick
-        else ((16, 16), (64, 64), (64, 65), (80, 80), (96, 97), (128, 129), (256, 256))
-    )
+    every = ((16, 16), (64, 64), (64, 65), (80, 80), (96, 97), (128, 129), (256, 256))
+    dims = ((64, 65),) if quick else every
     dtypes = ("bf16",) if quick else tuple(DTYPES)
     decays = ("per token, shared",) if quick else DECAYS
     found: list[tuple[str, Any]] = []
@@ -78,7 +75,8 @@ def calls(quick: bool) -> list[tuple[str, Any]]:
             for decay in decays:
                 name = f"linear_attention {dtype} K={K} V={V} decay {decay}"
                 found.append((name, lambda d=DTYPES[dtype], K=K, V=V, decay=decay: _linear(d, K, V, decay)))
-            for feature_map, norm in () if K != V else (("relu", True), ("hedgehog", False)):
+            fused = (("relu", True), ("hedgehog", False)) if quick or K == V else ()
+            for feature_map, norm in fused:
                 name = f"fused {dtype} D={K} {feature_map}, RoPE" + (", group_norm" if norm else "")
                 found.append((name, lambda d=DTYPES[dtype], K=K, m=feature_map, n=norm: _fused(d, K, m, n)))
             found.append((f"step {dtype} K={K} V={V}", lambda d=DTYPES[dtype], K=K, V=V: _step(d, K, V)))
@@ -145,15 +143,19 @@ def _decode(dtype: torch.dtype, D: int, plan: StepPlan) -> None:
 
 
 def _window(dtype: torch.dtype, D: int) -> None:
+    """Rows alone, and documents with a past that wants its gradients; under autocast q and k are fp32 and v is not."""
     q, k, v = _tensors(dtype, D, D)
-    o, lse = window_attention(q, k, v, window=64, scale=D**-0.5)
-    (o.sum() + lse.sum()).backward()
+    for values in {dtype, torch.bfloat16} if dtype == torch.float32 else {dtype}:
+        past = [x[:, :64].detach().clone().requires_grad_() for x in (k, v.to(values))]
+        for more in ({}, {"past_k": past[0], "past_v": past[1], "cu_seqlens": torch.tensor([0, 70])}):
+            o, lse = window_attention(q, k, v.to(values), window=64, scale=D**-0.5, **more)
+            (o.sum() + lse.sum()).backward()
 
 
 def work(quick: bool, target: str, shard: tuple[int, int]) -> list[Row]:
     """Rows of every `shard[1]`-th call, in this process."""
     rows, seen = [], set()
-    with mock.patch.object(tiling, "SMALL_SHARED_MEMORY", TARGETS[target][1] < 100 * 1024):
+    with mock.patch.object(tiling, "AMD", TARGETS[target][0].backend == "hip"):
         for name, call in calls(quick)[shard[0] :: shard[1]]:
             with recording() as launches:
                 call()

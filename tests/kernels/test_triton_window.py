@@ -5,10 +5,6 @@ Without a GPU the kernels run in Triton's interpreter, so shapes are small; tile
 
 import contextlib
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -23,7 +19,7 @@ from supra_kernels import BackendError, reference
 from supra_kernels.window import window_attention_torch
 
 pytest.importorskip("triton")
-from supra_kernels.triton_backend.window import compile_cases, tile_table, window_attention
+from supra_kernels.triton_backend.window import tile_table, window_attention
 
 Near = Callable[..., None]
 Inputs = dict[str, Tensor | None]
@@ -237,43 +233,3 @@ def test_tiles_cover_every_document_and_spare_ones_lie_behind_it(lengths: list[i
         for token in range(first, min(first + block, lengths[document])):
             covered[document][token] += 1
     assert all(count == 1 for document in covered for count in document)
-
-
-COMPILE = """
-import json, sys, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from supra_kernels.triton_backend import tiling
-from supra_kernels.triton_backend.window import compile_cases
-targets = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-shared = {}
-for name, target in targets.items():
-    tiling.SMALL_SHARED_MEMORY = target[0] == "hip"
-    for case in compile_cases():
-        if case.name in sys.argv[1:]:
-            source = ASTSource(fn=case.kernel, signature=case.signature, constexprs=case.constexprs)
-            options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
-            shared[case.name + " on " + name] = triton.compile(source, GPUTarget(*target), options).metadata.shared
-print(json.dumps(shared))
-"""
-SHARED_MEMORY = {"sm_80": 163, "sm_90": 227, "gfx942": 64}  # KB of a block
-
-
-def test_kernels_compile_for_each_target_within_its_shared_memory() -> None:
-    """The interpreter takes programs that the compilers refuse; here a few specialisations of each kernel."""
-    names = [
-        "window_forward fp32 bf16 ieee D=64",
-        "window_dq bf16 bf16 ieee D=16",
-        "window_dkv past fp16 fp16 ieee D=16",
-    ]
-    assert set(names) <= {case.name for case in compile_cases()}
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_DEFAULT_FP_FUSION": "1"}
-    found = subprocess.run(
-        [sys.executable, "-c", COMPILE, *names], env=environment, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0, found.stderr
-    shared = json.loads(found.stdout)
-    assert len(shared) == len(names) * len(SHARED_MEMORY)
-    for name, size in shared.items():
-        assert size <= 1024 * SHARED_MEMORY[name.split(" on ")[1]], name

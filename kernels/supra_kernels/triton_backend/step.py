@@ -15,7 +15,6 @@ from torch import Tensor
 
 from supra_kernels.errors import BackendError
 from supra_kernels.step import linear_attention_step_torch
-from supra_kernels.triton_backend.cases import TYPES, CompileCase
 from supra_kernels.triton_backend.step_kernels import decode_kernel, step_kernel
 
 # fp32 numbers of the state that one program of `decode_kernel` holds: half the registers of an NVIDIA multiprocessor.
@@ -260,65 +259,3 @@ def _step_config(K: int, V: int) -> tuple[int, dict[str, Any]]:
     blocks = V // columns if tail else triton.cdiv(V, columns)
     tile = dict(K=K, V=V, BLOCK_K=rows, BLOCK_V=columns, TAIL=tail, num_warps=_warps(rows * columns))
     return blocks, tile
-
-
-def compile_cases() -> list[CompileCase]:
-    """Both kernels as the launchers call them: every dtype, head dim and feature map of the supported models."""
-    cases = []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for D in (64, 80, 96, 128):
-            cases += [
-                _step_case(dtype, D, D, 1),
-                _step_case(dtype, D, D + 1, 1),
-                _step_case(dtype, 2 * D, D + 1, 4),
-            ]
-            cases += [
-                _decode_case(dtype, StepPlan("relu", "after", "group_norm"), D, 1),
-                _decode_case(dtype, StepPlan("relu", "before", "denominator"), D, 4),
-                _decode_case(dtype, StepPlan("hedgehog", "after", "group_norm"), D, 1),
-                _decode_case(dtype, StepPlan("hedgehog", "before", "denominator"), D, 4),
-                _decode_case(dtype, StepPlan("elu", "before", "denominator"), D, 4),
-                _decode_case(dtype, StepPlan("identity", "after", "group_norm"), D, 1),
-            ]
-        cases.append(_step_case(dtype, 512, 129, 8))
-    return cases
-
-
-def _step_case(dtype: torch.dtype, K: int, V: int, heads: int) -> CompileCase:
-    """`heads` query heads read one state; where it is one, four states read one key/value head."""
-    _, constants = _step_config(K, V)
-    signature = dict.fromkeys(("q", "k", "v", "o"), f"*{TYPES[dtype]}") | {
-        "state": "*fp32",
-        "log_decay": "*fp32",
-    }
-    signature |= {"decay_stride": "i32", "scale": "fp32", "S": "i32"}
-    # Triton makes a constant of every integer that is 1.
-    signature |= {"HEADS": "i32"} if heads > 1 else {}
-    constants |= {"SHARE": 1} if heads > 1 else {"SHARE": 4, "HEADS": 1}
-    return _case(f"step {TYPES[dtype]} K={K} V={V} heads={heads}", step_kernel, signature, constants)
-
-
-def _decode_case(dtype: torch.dtype, plan: StepPlan, D: int, heads: int) -> CompileCase:
-    """`heads` as in `_step_case`; V = D."""
-    typed = f"*{TYPES[dtype]}"
-    signature = dict.fromkeys(("q", "k", "v", "cos", "sin", "out"), typed) | {
-        "state": "*fp32",
-        "log_decay": "*fp32",
-    }
-    signature |= {"decay_stride": "i32", "rope_stride": "i32", "scale": "fp32", "eps": "fp32", "S": "i32"}
-    parts = {"relu": ("weight", "bias"), "hedgehog": ("weight",)}.get(plan.feature_map, ())
-    signature |= {f"{side}_{part}": typed for side in "qk" for part in parts}
-    if plan.norm == "group_norm":
-        signature |= {"norm_weight": typed, "norm_bias": typed}
-    constants = _decode_config(plan, D, 2 * D if plan.feature_map == "hedgehog" else D, D)
-    signature |= {"HEADS": "i32"} if heads > 1 else {}
-    constants |= {"SHARE": 1} if heads > 1 else {"SHARE": 4, "HEADS": 1}
-    name = f"decode {TYPES[dtype]} {plan.feature_map} rope {plan.rope} {plan.norm} D={D} heads={heads}"
-    return _case(name, decode_kernel, signature, constants)
-
-
-def _case(name: str, kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> CompileCase:
-    """In the kernel's order of arguments, which the compiler counts on; a pointer without a type is None."""
-    signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
-    values = {argument: constants.get(argument) for argument in kernel.arg_names if argument not in types}
-    return CompileCase(name, kernel, signature, values, num_warps=constants["num_warps"])

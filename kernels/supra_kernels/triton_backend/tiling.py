@@ -10,8 +10,8 @@ import triton.language as tl
 LARGEST_CHUNK = 128
 LARGEST_HEAD_DIM = 512
 SCAN_BLOCK = 1024
-# Shared memory of a block, bytes: AMD's CDNA GPUs have 64 KB, NVIDIA's since the A100 163 KB and more.
-SMALL_SHARED_MEMORY = torch.version.hip is not None
+# 64 KB of shared memory a block where NVIDIA's have 163 and more, and warps of 64 lanes.
+AMD = torch.version.hip is not None
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def tile(K: int, V: int, C: int, dtype: torch.dtype, *, whole_rows: bool = False
     highest = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     precision = "ieee" if highest else "tf32"
     mixed = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
-    widest = 128 if dtype == torch.bfloat16 and not SMALL_SHARED_MEMORY else 64
+    widest = 128 if dtype == torch.bfloat16 and not AMD else 64
     BK = min(widest, max(16, triton.next_power_of_2(K)))
     BV = min(widest, max(16, triton.next_power_of_2(V + 1) // 2))
     NV = max(1, V // BV)

@@ -5,7 +5,6 @@ device, with a few tiles to spare that end at once. The past is read where it li
 """
 
 import contextlib
-import itertools
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from supra_kernels.errors import BackendError
 from supra_kernels.triton_backend import tiling
-from supra_kernels.triton_backend.cases import TYPES, CompileCase
 from supra_kernels.triton_backend.window_kernels import window_dkv, window_dq, window_forward
 
 HALF = (torch.bfloat16, torch.float16)
@@ -40,13 +38,13 @@ def tile_sizes(qk: torch.dtype, v: torch.dtype, D: int, V: int) -> dict[str, int
         # With two dtypes in one kernel the compilers need more registers than with fp32 alone.
         block = 32 if size <= (128 if qk == v else 64) else 16
     # A warp of AMD has 64 lanes: eight of them would leave half the registers to each.
-    wide = size > 64 and not tiling.SMALL_SHARED_MEMORY
+    wide = size > 64 and not tiling.AMD
     return {"BLOCK": block, "num_warps": 8 if wide else 4, "num_stages": 1}
 
 
 def precision() -> str:
     """How fp32 operands are multiplied: as torch's own products are set to be. AMD's matrix units take fp32 as is."""
-    if tiling.SMALL_SHARED_MEMORY or torch.get_float32_matmul_precision() == "highest":
+    if tiling.AMD or torch.get_float32_matmul_precision() == "highest":
         return "ieee"
     return "tf32"
 
@@ -188,36 +186,3 @@ def window_attention(
         cu_seqlens = cu_seqlens.to(q.device, torch.int64).contiguous()
     o, lse = WindowAttention.apply(q_, k_, v_, past_k_, past_v_, past_valid, cu_seqlens, window, scale)
     return o.to(out_dtype), lse
-
-
-def compile_cases() -> list[CompileCase]:
-    """Every kernel as launched for each dtype and head dim, with past and documents, on this kind of GPU."""
-    dims, fp32 = (16, 64, 80, 96, 128, 256), torch.float32
-    uniform = [(dtype, dtype, "ieee") for dtype in (*HALF, fp32)]
-    cases = [_cases(*types, D) for types in [*uniform, (fp32, fp32, "tf32")] for D in dims]
-    # Under autocast the rotated q and k are fp32 and v is not.
-    cases += [_cases(fp32, torch.bfloat16, "ieee", D) for D in (64, 128)]
-    return list(itertools.chain.from_iterable(cases))
-
-
-def _cases(qk: torch.dtype, v: torch.dtype, how: str, D: int) -> list[CompileCase]:
-    types = dict.fromkeys(("q", "k", "past_k", "dq", "dk"), "*" + TYPES[qk])
-    types |= dict.fromkeys(("v", "past_v", "o", "do", "dv"), "*" + TYPES[v])
-    types |= dict.fromkeys(("lse", "d_lse", "delta"), "*fp32")
-    types |= dict(past_valid="*i32", cu_seqlens="*i64", tiles="*i64", scale="fp32")
-    types |= dict.fromkeys(("tokens", "P", "window"), "i32")
-    constants = specialisation(qk, v, 8, 2, D, D) | {"PRECISION": how}
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    kernels: list[tuple[str, Any, dict[str, Any]]] = [
-        ("window_forward", window_forward, {}),
-        ("window_dq", window_dq, {}),
-        ("window_dkv", window_dkv, {"PAST": False, "past_valid": None}),
-        ("window_dkv past", window_dkv, {"PAST": True, "tiles": None}),
-    ]
-    cases = []
-    for name, kernel, more in kernels:
-        constexprs = constants | more
-        signature = {arg: "constexpr" if arg in constexprs else types[arg] for arg in kernel.arg_names}
-        full = f"{name} {TYPES[qk]} {TYPES[v]} {how} D={D}"
-        cases.append(CompileCase(full, kernel, signature, constexprs, **options))
-    return cases

@@ -13,30 +13,8 @@ Tensors are contiguous: q, k, v, o `[tokens, heads, ·]`, past `[N, P, G, ·]`, 
 of each tile. Scores are natural logarithms throughout, so that large ones lose no digits to a change of base.
 """
 
-# mypy: allow-untyped-defs
-
 import triton
 import triton.language as tl
-
-# Triton's interpreter multiplies the bit patterns of bf16 tiles and truncates where the hardware rounds.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def product(a, b, total, PRECISION: tl.constexpr):
-    """total + a b; a and b of one dtype, total fp32."""
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision=PRECISION)
-
-
-@triton.jit
-def rounded(x, dtype: tl.constexpr):
-    """fp32 → `dtype`, to the nearest, ties to even."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return x.to(dtype)
 
 
 @triton.jit
@@ -85,7 +63,7 @@ def load_rows(x, row, real, head, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: t
 def store_rows(x, value, row, real, head, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """Write where `load_rows` would read."""
     at, exists = row_pointers(x, row, real, head, HEADS, D, BLOCK)
-    tl.store(at, rounded(value, x.dtype.element_ty), mask=exists)
+    tl.store(at, value.to(x.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -104,7 +82,7 @@ def attend(
     """Add one tile of keys to the running maximum `top`, denominator `total` and numerator `mean`."""
     k_tile = load_rows(k, row, real, group, G, D, BLOCK_D)
     v_tile = load_rows(v, row, real, group, G, V, BLOCK_V)
-    scores = product(q_tile, tl.trans(k_tile), None, PRECISION) * scale
+    scores = tl.dot(q_tile, tl.trans(k_tile), None, input_precision=PRECISION) * scale
     scores = tl.where(within(t[:, None], s[None, :], real[None, :], window), scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     # A row may see nothing of this tile nor of those before it.
@@ -113,7 +91,7 @@ def attend(
     keep = tl.exp(top - finite_top)
     total = total * keep + tl.sum(weights, 1)
     mean = mean * keep[:, None]
-    mean = product(rounded(weights, v_tile.dtype), v_tile, mean, PRECISION)
+    mean = tl.dot(weights.to(v_tile.dtype), v_tile, mean, input_precision=PRECISION)
     return new_top, total, mean
 
 
@@ -167,12 +145,12 @@ def add_dq(
     """`dq / scale` with one more tile of keys."""
     k_tile = load_rows(k, row, real, group, G, D, BLOCK_D)
     v_tile = load_rows(v, row, real, group, G, V, BLOCK_V)
-    scores = product(q_tile, tl.trans(k_tile), None, PRECISION) * scale - row_lse[:, None]
+    scores = tl.dot(q_tile, tl.trans(k_tile), None, input_precision=PRECISION) * scale - row_lse[:, None]
     # What is not seen never reaches exp.
     weights = tl.exp(tl.where(within(t[:, None], s[None, :], real[None, :], window), scores, float("-inf")))
-    d_weights = product(do_tile, tl.trans(v_tile), None, PRECISION)
+    d_weights = tl.dot(do_tile, tl.trans(v_tile), None, input_precision=PRECISION)
     d_scores = weights * (d_weights - row_delta[:, None])
-    return product(rounded(d_scores, k_tile.dtype), k_tile, dq_tile, PRECISION)
+    return tl.dot(d_scores.to(k_tile.dtype), k_tile, dq_tile, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["tokens", "P", "window"])
@@ -259,11 +237,13 @@ def window_dkv(
             row_lse = tl.load(lse + at, mask=asks, other=0.0)
             row_delta = tl.load(delta + at, mask=asks, other=0.0)
             seen = within(t[None, :], s[:, None], real[:, None] & asks[None, :], window)
-            scores = product(k_tile, tl.trans(q_tile), None, PRECISION) * scale - row_lse[None, :]
+            scores = (
+                tl.dot(k_tile, tl.trans(q_tile), None, input_precision=PRECISION) * scale - row_lse[None, :]
+            )
             weights = tl.exp(tl.where(seen, scores, float("-inf")))
-            dv_tile = product(rounded(weights, do_tile.dtype), do_tile, dv_tile, PRECISION)
-            d_weights = product(v_tile, tl.trans(do_tile), None, PRECISION)
+            dv_tile = tl.dot(weights.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
+            d_weights = tl.dot(v_tile, tl.trans(do_tile), None, input_precision=PRECISION)
             d_scores = weights * (d_weights - row_delta[None, :])
-            dk_tile = product(rounded(d_scores, q_tile.dtype), q_tile, dk_tile, PRECISION)
+            dk_tile = tl.dot(d_scores.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
     store_rows(dk, dk_tile * scale, row, exists, group, G, D, BLOCK_D)
     store_rows(dv, dv_tile, row, exists, group, G, V, BLOCK_V)
