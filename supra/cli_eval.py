@@ -92,6 +92,13 @@ Rope = Annotated[
         help="How the teacher's RoPE is scaled, beside the plain one: linear, ntk, yarn or none.",
     ),
 ]
+Protocols = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=LENGTH,
+        help="How --length scores every context: non_overlapping, sliding (16 reads of the context), carried, or none.",
+    ),
+]
 BlockTokens = Annotated[
     int | None,
     typer.Option(
@@ -115,7 +122,7 @@ ChunkTokens = Annotated[
 ONLY_FOR = {
     "tasks": {"num_fewshot", "chat", "split", "truncate", "contexts", "limit", "seed", "batch_size", "batch_tokens",
               "chunk_tokens"},
-    "length": {"contexts", "rope", "limit", "seed", "chunk_tokens"},
+    "length": {"contexts", "rope", "protocols", "limit", "seed", "chunk_tokens"},
     "perplexity": {"block_tokens", "max_tokens"},
 }  # fmt: skip
 
@@ -138,6 +145,7 @@ def evaluate(
     tasks: Tasks = None, num_fewshot: NumFewshot = None, chat: Chat = False, split: Split = "validation",
     truncate: Truncate = "middle",
     length: Length = False, recall: Recall = None, contexts: Contexts = None, rope: Rope = "yarn",
+    protocols: Protocols = "non_overlapping,sliding,carried",
     block_tokens: BlockTokens = None, max_tokens: MaxTokens = 32768,
     batch_size: BatchSize = 64, batch_tokens: BatchTokens = 4096, chunk_tokens: ChunkTokens = 512,
     device: Device = "auto", dtype: Dtype = "float32", backend: Backend = "auto", threads: Threads = 0,
@@ -176,7 +184,8 @@ def evaluate(
     elif length or recall:
         runs = kinds.score_length(
             model, teacher, data or [], length=length, recall=_names(recall), contexts=lengths, rope=rope,
-            limit=limit, ablations=ablations, seed=seed, out=out, machine=machine, say=say,
+            protocols=() if protocols == "none" else _names([protocols]), limit=limit, ablations=ablations, seed=seed,
+            out=out, machine=machine, say=say,
         )  # fmt: skip
     else:
         runs = kinds.score_perplexity(

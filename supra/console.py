@@ -9,7 +9,7 @@ import typer
 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda[:N].")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-Backend = Annotated[str, typer.Option(help="Kernel backend: auto, torch or reference.")]
+Backend = Annotated[str, typer.Option(help="Kernel backend: auto, torch, triton, fla or reference.")]
 Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.", min=0)]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON on stdout.")]
 

@@ -108,15 +108,15 @@ def score_tasks(
 
 def score_length(
     model: Path, teacher: Path | None, data: list[str], *, length: bool, recall: Sequence[str],
-    contexts: Sequence[int], rope: str, limit: int | None, ablations: bool, seed: int, out: Path | None,
-    machine: Machine, say: Say,
+    contexts: Sequence[int], rope: str, protocols: Sequence[str], limit: int | None, ablations: bool, seed: int,
+    out: Path | None, machine: Machine, say: Say,
 ) -> list[EvalRun]:  # fmt: skip
     """Losses, memory and time past the training length, and generated recall tasks; plots beside their results.
 
     Raises:
         UserError: no text for the losses, or a task, context, depth or scaling that is wrong.
     """
-    from supra_eval.length import PROTOCOLS, run_length, run_recall, write_plots
+    from supra_eval.length import run_length, run_recall, write_plots
     from supra_eval.length.recall_tasks import TASKS
 
     if length and not data:
@@ -133,7 +133,7 @@ def score_length(
     if length:
         runs.append(
             run_length(
-                model, data=data, protocols=PROTOCOLS, max_sequences=limit or MAX_SEQUENCES,
+                model, data=data, protocols=protocols, max_sequences=limit or MAX_SEQUENCES,
                 out=_place(out, "length"), **common,
             )
         )  # fmt: skip

@@ -43,6 +43,9 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "a context of one token": (["eval", "s", "--length", "--data", "x", "--contexts", "1,8"], "1,8"),
     "shots for perplexity": (["eval", "s", "--data", "x", "--num-fewshot", "5"], "--num-fewshot: has no effect"),
     "blocks for tasks": (["eval", "s", "--tasks", "piqa", "--block-tokens", "8"], "--block-tokens: has no effect"),
+    "an unknown protocol": (
+        ["eval", "s", "--length", "--data", "x", "--contexts", "512", "--protocols", "slidng"], "Did you mean sliding"),
+    "protocols for tasks": (["eval", "s", "--tasks", "piqa", "--protocols", "none"], "--protocols: has no effect"),
     "a file as -o": (["eval", "s", "--data", "x", "-o", "s/config.json"], "is a file"),
     "two places for tasks": (["eval", "s", "--tasks", "piqa", "--data", "a", "--data", "b"], "more than once"),
     "tasks and SCROLLS from one place": (
@@ -59,6 +62,28 @@ def test_a_mistake_is_told_before_anything_is_loaded(kind: str, folders: Path) -
     assert result.exception.exit_code == 2
     assert named in str(result.exception)
     assert sorted(path.name for path in folders.iterdir()) == ["s", "t"], "nothing was left behind"
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ((), ["non_overlapping", "sliding", "carried"]),
+        (("--protocols", "sliding"), ["sliding"]),
+        (("--protocols", "none"), []),
+    ],
+)
+def test_the_protocols_asked_for_are_the_ones_that_run(
+    given: tuple[str, ...], asked: list[str], folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def record(model: Path, *, protocols: tuple[str, ...], **_: Any) -> EvalRun:
+        ran.extend(protocols)
+        return EvalRun("length", str(model))
+
+    monkeypatch.setattr("supra_eval.length.run_length", record)
+    result = supra("eval", "s", "--length", "--data", "x", *given)
+    assert result.exception is None and ran == asked
 
 
 @pytest.mark.parametrize(
