@@ -14,7 +14,7 @@ import typer
 from . import __version__
 from .cli_eval import evaluate, report
 from .cli_recipes import recipes_app
-from .console import Backend, Device, Dtype, Json, Threads, say, set_threads, show
+from .console import Backend, Device, Dtype, Json, Threads, say, set_threads, show, speaks
 from .errors import SupraError, UserError
 
 app = typer.Typer(
@@ -205,7 +205,8 @@ def train(
         say(f"next: supra train {recipe} --model {model} -o {run_dir}")
         return
     final = training.run_training(loaded, model, run_dir, resume=resume)
-    typer.echo(json.dumps({"model": str(final), "run": str(run_dir)}) if as_json else str(final))
+    if speaks():
+        typer.echo(json.dumps({"model": str(final), "run": str(run_dir)}) if as_json else str(final))
     say(f"next: supra generate {final} 'Once upon a time' · supra eval {final} --teacher TEACHER --data FILE")
 
 

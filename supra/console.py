@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -22,9 +23,15 @@ def set_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
+def speaks() -> bool:
+    """Whether this process is the one of a multi-process launch that prints; alone it is."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def say(text: str) -> None:
     """Chatter goes to stderr, so that stdout holds results only."""
-    typer.echo(text, err=True)
+    if speaks():
+        typer.echo(text, err=True)
 
 
 def show(renderable: Any, *, on_stdout: bool = True) -> None:

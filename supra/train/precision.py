@@ -63,20 +63,28 @@ def keep_freed_memory() -> None:
 
 
 def make_accelerator(recipe: Recipe) -> tuple[Accelerator, Precision]:
-    """Accelerate's view of this process: device, autocast, accumulation.
+    """Accelerate's view of this process: device, autocast, accumulation, and the other processes.
 
     Raises:
-        UserError: the device is not here, or several processes were launched.
+        UserError: the device is not here, or not all processes that were launched take part.
     """
     device = resolve_device(recipe.device)
     if device.type == "cpu":
         keep_freed_memory()
     precision = resolve_precision(recipe.dtype, device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            "WORLD_SIZE", "training runs in one process", "Start it without a multi-process launcher."
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and device.type == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = (
+            "true"  # else Accelerate looks for GPUs and each process stays alone
         )
     # Accelerate keeps the first Accelerator's settings for the whole process; a second run may have others.
     AcceleratorState._reset_state(reset_partial_state=True)
     mixed = "bf16" if precision.dtype == torch.bfloat16 else "no"
-    return Accelerator(cpu=device.type == "cpu", mixed_precision=mixed), precision
+    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed)
+    if accelerator.num_processes != launched:
+        raise UserError(
+            f"WORLD_SIZE {launched}",
+            f"Accelerate sees {accelerator.num_processes} of the processes launched",
+            "Start them by `torchrun --nproc-per-node N -m supra train …`, N at most the number of GPUs.",
+        )
+    return accelerator, precision

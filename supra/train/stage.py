@@ -15,6 +15,7 @@ from supra.train import checkpoint
 from supra.train.data import Batch, PackedData
 from supra.train.losses import StageLoss
 from supra.train.optim import build_optimizer, lr_multiplier, set_lr
+from supra.train.parallel import Processes
 from supra.train.teacher import without_adapters
 from supra.train.tokens import TokenStore
 from supra.train.trainable import enter_stage
@@ -47,7 +48,7 @@ class StageRunner:
         store: TokenStore,
     ) -> None:
         self.recipe, self.index, self.stage = recipe, index, recipe.stages[index]
-        self.student, self.accelerator = student, accelerator
+        self.student, self.accelerator, self.processes = student, accelerator, Processes(accelerator)
         self.data = PackedData(store, length=self.stage.length, seed=derived_seed(recipe.seed, index))
         self.trainable = enter_stage(self.stage, student, teacher, derived_seed(recipe.seed, index, 1))
         self.optimizer = accelerator.prepare(build_optimizer(self.stage.optimizer, self.trainable.parameters))
@@ -70,14 +71,18 @@ class StageRunner:
         Raises:
             SupraError: the loss or the gradient is not finite; the weights are not touched then.
         """
-        torch.manual_seed(derived_seed(self.recipe.seed, self.index, step, 2))  # of dropout
         batches = self.batches(step, limit)
         num_targets = self.loss.num_targets(batches)
-        self.accelerator.gradient_accumulation_steps = len(batches)
+        mine = self.processes.share(list(enumerate(batches)))
+        self.accelerator.gradient_accumulation_steps = max(1, len(mine))
         total = torch.zeros((), device=self.accelerator.device)
-        for batch in batches:
+        for number, batch in mine:
+            # Of dropout: a micro-batch draws the same whichever process it falls to.
+            torch.manual_seed(derived_seed(self.recipe.seed, self.index, step, 2, number))
             with self.accelerator.accumulate(self.student):
                 total += self.loss(batch, num_targets)
+        self.processes.sum_gradients(self.trainable.parameters.values())
+        self.processes.sum(total)
         clip = self.stage.optimizer.grad_clip or math.inf
         grad_norm = self.accelerator.clip_grad_norm_(list(self.trainable.parameters.values()), clip)
         loss, norm = float(total), float(grad_norm) if grad_norm is not None else 0.0

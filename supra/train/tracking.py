@@ -63,6 +63,11 @@ class Reporter:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True, soft_wrap=True, highlight=False)
 
+    @staticmethod
+    def silent() -> "Reporter":
+        """Says nothing: for the processes beside the main one."""
+        return Reporter(Console(quiet=True))
+
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
 

@@ -15,15 +15,17 @@ from typing import Any
 from accelerate import Accelerator
 
 from supra.config import Conversion, Recipe
+from supra.console import speaks
 from supra.errors import SupraError, UserError
 from supra.loading import load_model
 from supra.models import SupraConfig, SupraForCausalLM
 from supra.train import checkpoint
 from supra.train.checkpoint import Checkpoint, Position
 from supra.train.export import export_model
+from supra.train.parallel import Processes
 from supra.train.precision import Precision, make_accelerator
 from supra.train.run_folder import check_new_or_resumed, open_run
-from supra.train.stage import StageRunner, changed_tensors, put_tensors
+from supra.train.stage import StageRunner, StepResult, changed_tensors, put_tensors
 from supra.train.teacher import build_teacher, without_adapters
 from supra.train.tokens import TokenStore, load_tokens
 from supra.train.tracking import Metrics, Reporter, read_metrics
@@ -45,13 +47,19 @@ class Prepared:
     stores: list[TokenStore]  # one a stage
 
     @property
+    def processes(self) -> Processes:
+        return Processes(self.accelerator)
+
+    @property
     def data_keys(self) -> dict[str, str]:
         return {stage.name: store.key for stage, store in zip(self.recipe.stages, self.stores, strict=True)}
 
     def describe(self) -> str:
         """One line naming what runs."""
+        count = self.processes.count
+        together = f"{count} processes · " if count > 1 else ""
         return (
-            f"device {self.accelerator.device} · dtype {self.precision} · backend {self.backend} · "
+            f"{together}device {self.accelerator.device} · dtype {self.precision} · backend {self.backend} · "
             f"attention {self.student.config._attn_implementation}"
         )
 
@@ -73,9 +81,10 @@ def prepare(recipe: Recipe, model_dir: Path, reporter: Reporter) -> Prepared:
     stores: list[TokenStore] = []
     for position, data in enumerate(datas):
         same = datas.index(data)
-        stores.append(
-            stores[same] if same < position else load_tokens(data, loaded.tokenizer, report=reporter.say)
-        )
+        with accelerator.main_process_first():  # the others find the cache it wrote
+            stores.append(
+                stores[same] if same < position else load_tokens(data, loaded.tokenizer, report=reporter.say)
+            )
     for stage, store in zip(recipe.stages, stores, strict=True):
         check_trainable(stage, loaded.model)
         if len(store.tokens) < stage.length:
@@ -111,9 +120,13 @@ def run_training(
     """
     model_dir, run_dir = Path(model_dir), Path(run_dir)
     reporter = reporter or Reporter()
+    if not speaks():
+        reporter = Reporter.silent()
     check_new_or_resumed(run_dir, resume)
     prepared = prepare(recipe, model_dir, reporter)
-    lock = open_run(run_dir, recipe, model_dir, prepared.data_keys)
+    processes = prepared.processes
+    processes.wait()  # all have checked the folder before one writes there
+    lock = processes.on_main(lambda: open_run(run_dir, recipe, model_dir, prepared.data_keys))
     try:
         if (run_dir / "model").exists():
             reporter.say(f"this run is finished: {run_dir / 'model'}")
@@ -121,7 +134,8 @@ def run_training(
         reporter.say(prepared.describe())
         return _Run(prepared, run_dir, reporter, on_stage_end).run()
     finally:
-        lock.close()
+        if lock is not None:
+            lock.close()
 
 
 def check_conversion(conversion: Conversion, config: SupraConfig) -> None:
@@ -157,7 +171,7 @@ class _Run:
         self, prepared: Prepared, run_dir: Path, reporter: Reporter, on_stage_end: StageCallback | None
     ) -> None:
         self.prepared, self.run_dir, self.reporter = prepared, run_dir, reporter
-        self.on_stage_end = on_stage_end
+        self.on_stage_end, self.processes = on_stage_end, prepared.processes
         self.recipe, self.student = prepared.recipe, prepared.student
         self.ever_trained: set[str] = set()
         self.adapters: Any = None  # of the last stage, where they are kept
@@ -172,14 +186,18 @@ class _Run:
             self.reporter.say(f"resuming from {saved.path.name}")
             put_tensors(self.student, saved.model)
             self.ever_trained = set(saved.model)
-        self.metrics = Metrics(self.run_dir / "metrics.jsonl", last_step=position.global_step)
+        self.processes.wait()  # all have read before one writes
+        path = self.run_dir / "metrics.jsonl"
+        self.metrics = Metrics(path, last_step=position.global_step) if self.processes.is_main else None
         try:
             for index in range(position.stage, len(self.recipe.stages)):
                 position = self._run_stage(index, position, saved)
                 saved = None
         finally:
-            self.metrics.close()
-        return self._export()
+            if self.metrics is not None:
+                self.metrics.close()
+        self.processes.on_main(self._export)
+        return self.run_dir / "model"
 
     def _run_stage(self, index: int, position: Position, saved: Checkpoint | None) -> Position:
         stage = self.recipe.stages[index]
@@ -198,24 +216,28 @@ class _Run:
                 result = self._step(runner, position)
                 position = Position(index, position.step + 1, position.global_step + 1)
                 rate = result.num_tokens / (time.monotonic() - start)
-                self.metrics.write(
-                    {
-                        "step": position.global_step,
-                        "stage": stage.name,
-                        "stage_step": position.step,
-                        "tokens": result.num_tokens,
-                        "loss": result.loss,
-                        "grad_norm": result.grad_norm,
-                        "lr": result.lr,
-                        "tokens_per_second": round(rate, 1),
-                    }
-                )
+                self._record(stage.name, position, result, rate)
                 progress.step(position.step, loss=result.loss, tokens_per_second=rate)
                 if position.step % stage.checkpoint_every_steps == 0 or position.step == stage.num_steps:
                     self._save(position, runner)
         return self._end_stage(runner, position)
 
-    def _step(self, runner: StageRunner, position: Position) -> Any:
+    def _record(self, stage: str, position: Position, result: StepResult, rate: float) -> None:
+        if self.metrics is not None:
+            self.metrics.write(
+                {
+                    "step": position.global_step,
+                    "stage": stage,
+                    "stage_step": position.step,
+                    "tokens": result.num_tokens,
+                    "loss": result.loss,
+                    "grad_norm": result.grad_norm,
+                    "lr": result.lr,
+                    "tokens_per_second": round(rate, 1),
+                }
+            )
+
+    def _step(self, runner: StageRunner, position: Position) -> StepResult:
         try:
             return runner.train_step(position.step)
         except SupraError as error:
@@ -232,7 +254,7 @@ class _Run:
             runner.trainable.merge()
         self.adapters = runner.trainable.adapters
         runner.close()
-        if self.on_stage_end is not None:
+        if self.on_stage_end is not None and self.processes.is_main:
             self.on_stage_end(runner.stage.name, self.student)
         position = Position(index + 1, 0, position.global_step)
         if not keep:  # else a resume must find the adapters in the checkpoint before this one
@@ -240,12 +262,14 @@ class _Run:
         return position
 
     def _save(self, position: Position, runner: StageRunner | None) -> None:
-        checkpoint.save(
-            self.run_dir,
-            position,
-            model=changed_tensors(self.student, self.ever_trained),
-            adapters=runner.adapters() if runner else {},
-            moments=runner.moments() if runner else {},
+        self.processes.on_main(
+            lambda: checkpoint.save(
+                self.run_dir,
+                position,
+                model=changed_tensors(self.student, self.ever_trained),
+                adapters=runner.adapters() if runner else {},
+                moments=runner.moments() if runner else {},
+            )
         )
 
     def _export(self) -> Path:
@@ -270,6 +294,7 @@ class _Run:
             "precision": str(self.prepared.precision),
             "device": str(self.prepared.accelerator.device),
             "backend": self.prepared.backend,
+            "processes": self.processes.count,
             "stages": stages,
         }
         return export_model(

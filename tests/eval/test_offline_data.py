@@ -126,7 +126,7 @@ def test_prompts_are_those_of_the_stock_task(name: str) -> None:
 
 
 @needs_wheel
-@pytest.mark.parametrize("name", REFUSED_SHOTS)
+@pytest.mark.parametrize("name", sorted(REFUSED_SHOTS))
 def test_examples_are_never_drawn_from_what_is_scored(name: str) -> None:
     before = sorted((Packages().root / "hf_datasets").rglob("*"))
     with pytest.raises(UserError, match=f"task {name}: {REFUSED_SHOTS[name]}"):

@@ -1,0 +1,148 @@
+"""Several processes train as one does: the same losses and weights, no sequence twice, and another count may go on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import nn
+
+from supra.config import Recipe
+from supra.errors import UserError
+from supra.train import parallel
+from supra.train.parallel import Processes
+from supra.train.precision import make_accelerator
+from supra.train.tracking import read_metrics
+
+
+class Alone:
+    """What `Processes` asks of an Accelerator."""
+
+    def __init__(self, count: int, index: int) -> None:
+        self.num_processes, self.process_index = count, index
+
+
+@pytest.fixture
+def recipe(tiny: ModuleType, text_file: Path, tmp_path: Path) -> Path:
+    """Three micro-batches a step, so that two processes have unequal shares, and dropout in the second stage."""
+    uneven = {"tokens_per_step": 96, "total_tokens": 384}
+    adapt = tiny.stage(
+        name="adapt", trainable="adapters", loss="ce", lora={"rank": 2, "dropout": 0.2}, **uneven
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tiny.raw_recipe(text_file, tiny.stage(**uneven), adapt)))
+    return path
+
+
+def train(
+    recipe: Path, model: Path, run: Path, processes: int, *more: str
+) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "supra", "train", str(recipe)]
+    return subprocess.run(
+        [*command, "--model", str(model), "-o", str(run), *more],
+        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=400,
+    )  # fmt: skip
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: x
+        for path in sorted((run / "model").glob("*.safetensors"))
+        for name, x in load_file(path).items()
+    }
+
+
+def test_two_processes_train_as_one_and_one_goes_on_where_two_stopped(
+    recipe: Path, model_dir: Path, tmp_path: Path
+) -> None:
+    done = {count: train(recipe, model_dir, tmp_path / f"run{count}", count) for count in (1, 2)}
+    for count, process in done.items():
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.split() == [str(tmp_path / f"run{count}" / "model")], "one process speaks"
+    assert "2 processes" in done[2].stderr and "2 processes" not in done[1].stderr
+    rows = {count: read_metrics(tmp_path / f"run{count}") for count in (1, 2)}
+    assert [row["step"] for row in rows[1]] == [row["step"] for row in rows[2]] == list(range(1, 9))
+    for one, two in zip(rows[1], rows[2], strict=True):
+        assert two["tokens"] == one["tokens"] == 96
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    one, two = weights(tmp_path / "run1"), weights(tmp_path / "run2")
+    assert one.keys() == two.keys()
+    for name, want in one.items():
+        torch.testing.assert_close(two[name], want, rtol=1e-4, atol=1e-5, msg=name)
+
+    # The run of two, from a checkpoint in the middle, ended by one.
+    run = tmp_path / "run2"
+    shutil.rmtree(run / "model")
+    checkpoints = sorted((run / "checkpoints").iterdir())
+    for folder in checkpoints[1:]:
+        shutil.rmtree(folder)
+    resumed = train(recipe, model_dir, run, 1, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resuming from {checkpoints[0].name}" in resumed.stderr
+    for name, want in one.items():
+        torch.testing.assert_close(weights(run)[name], want, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_mistake_of_all_processes_is_told_once(recipe: Path, model_dir: Path, tmp_path: Path) -> None:
+    run = tmp_path / "used"
+    run.mkdir()
+    (run / "something").touch()
+    done = train(recipe, model_dir, run, 2)
+    assert done.returncode != 0
+    assert done.stderr.count("it is not empty") == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_every_item_of_a_step_falls_to_one_process(count: int) -> None:
+    items = list(range(7))
+    shares = [Processes(Alone(count, index)).share(items) for index in range(count)]  # type: ignore[arg-type]
+    assert sorted(itertools.chain.from_iterable(shares)) == items
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_gradients_travel_in_buckets_and_missing_ones_count_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "BUCKET_ELEMENTS", 5)
+    sent: list[torch.Tensor] = []
+
+    def double(flat: torch.Tensor) -> None:
+        sent.append(flat.clone())
+        flat.mul_(2)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", double)
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (1,), (3,), (9,))]
+    for number, parameter in enumerate(parameters[:-1]):
+        parameter.grad = torch.full_like(parameter, float(number + 1))
+    Processes(Alone(2, 0)).sum_gradients(parameters)  # type: ignore[arg-type]
+    assert [len(flat) for flat in sent] == [5, 3, 9]
+    for number, parameter in enumerate(parameters):
+        assert parameter.grad is not None
+        assert torch.equal(
+            parameter.grad, torch.full_like(parameter, 2.0 * (number + 1) if number < 3 else 0.0)
+        )
+
+
+def test_processes_that_accelerate_does_not_see_stop_the_run(
+    tiny: ModuleType, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class One:
+        num_processes = 1
+
+        def __init__(self, **_: Any) -> None: ...
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr("supra.train.precision.Accelerator", One)
+    with pytest.raises(UserError, match="WORLD_SIZE 2: Accelerate sees 1 of the processes"):
+        make_accelerator(Recipe.model_validate(tiny.raw_recipe(text_file)))
