@@ -208,10 +208,10 @@ def test_the_kernels_multiply_what_is_counted(
 
 @pytest.mark.parametrize("window", [1, 16, 40])
 def test_the_window_kernels_multiply_what_is_counted(multiplied: list[int], window: int) -> None:
-    from supra_kernels.triton_backend.window import tiling
+    from supra_kernels.triton_backend.window import tile_sizes
 
     T, H, G, D = 100, 2, 1, 16
-    block = tiling(torch.float32, D, D)["BLOCK"]
+    block = tile_sizes(torch.float32, torch.float32, D, D)["BLOCK"]
     s = Shape(1, T, H, G, D, D, qk_bytes=4, v_bytes=4)
     q, k, v = (torch.randn(1, T, heads, D, requires_grad=True) for heads in (H, G, G))
     o, _ = window_attention(q, k, v, window=window, scale=0.3, backend="triton")
