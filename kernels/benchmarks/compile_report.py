@@ -43,6 +43,10 @@ TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
     "sm_90": (GPUTarget("cuda", 90, 32), 227 * 1024),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
+    # Compiled on request only (--targets): consumer Ampere cards, AMD's MI200 and MI350.
+    "sm_86": (GPUTarget("cuda", 86, 32), 99 * 1024),
+    "gfx90a": (GPUTarget("hip", "gfx90a", 64), 64 * 1024),
+    "gfx950": (GPUTarget("hip", "gfx950", 64), 160 * 1024),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LARGEST_FUSED_DIM = 128  # beyond it a decode step runs operator by operator
@@ -75,7 +79,11 @@ def calls(quick: bool) -> list[tuple[str, Any]]:
             for decay in decays:
                 name = f"linear_attention {dtype} K={K} V={V} decay {decay}"
                 found.append((name, lambda d=DTYPES[dtype], K=K, V=V, decay=decay: _linear(d, K, V, decay)))
-            fused = (("relu", True), ("hedgehog", False)) if quick or K == V else ()
+            fused = (
+                (("relu", True), ("hedgehog", False))
+                if quick or (K == V and K <= chunked.LARGEST_NORM)
+                else ()
+            )
             for feature_map, norm in fused:
                 name = f"fused {dtype} D={K} {feature_map}, RoPE" + (", group_norm" if norm else "")
                 found.append((name, lambda d=DTYPES[dtype], K=K, m=feature_map, n=norm: _fused(d, K, m, n)))
@@ -212,13 +220,17 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="one dtype, one shape, one decay: what `make test` runs"
     )
-    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--targets", default="sm_80,sm_90,gfx942", help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     targets = options.targets.split(",")
     if unknown := set(targets) - set(TARGETS):
         parser.error(f"unknown targets {', '.join(sorted(unknown))}; known: {', '.join(TARGETS)}")
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: at least 1")
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"{options.json.parent} is no folder")
     jobs = [(target, (i, options.jobs)) for target in targets for i in range(options.jobs)]
     with concurrent.futures.ProcessPoolExecutor(options.jobs) as pool:
         futures = [pool.submit(work, options.quick, target, shard) for target, shard in jobs]

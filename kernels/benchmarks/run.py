@@ -318,6 +318,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    from supra_kernels import BackendError, resolve_backend
+
+    try:
+        resolve_backend(args.backend, "cpu" if args.dry_run else "cuda")
+    except BackendError as error:
+        parser.error(f"--backend {args.backend}: {error}")
     if args.plot:
         import matplotlib  # noqa: F401  # now, not after an hour of measuring
     sys.path.insert(0, str(Path(__file__).parent))

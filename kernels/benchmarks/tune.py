@@ -9,6 +9,8 @@ a GPU.
 
 import argparse
 import contextlib
+import functools
+import itertools
 import json
 import os
 import sys
@@ -20,7 +22,7 @@ from unittest import mock
 import torch
 import triton
 
-from supra_kernels.triton_backend import linear_attention, tuned
+from supra_kernels.triton_backend import chunked, tuned
 
 # Query heads, key heads, head dim: SmolLM2-135M; Llama-3-8B and Mistral-7B.
 SHAPES = ((9, 3, 64), (32, 8, 128))
@@ -29,10 +31,10 @@ Run = Callable[..., Any]
 
 
 def fastest(run: Run, bench: Callable[[Callable[[], Any]], float]) -> dict[str, int]:
-    """The options of `tuned.SPACE` under which `run(**options)` takes least; those that do not fit are skipped."""
+    """The options of `tuned.SPACE` under which `run(**options)` takes least, of those that compile and fit."""
     times = []
     for options in tuned.SPACE:
-        with contextlib.suppress(triton.runtime.errors.OutOfResources):
+        with contextlib.suppress(triton.runtime.errors.OutOfResources, triton.CompilationError):
             times.append((bench(lambda options=options: run(**options)), options))
     if not times:
         raise RuntimeError("no options fit into this GPU's shared memory")
@@ -49,7 +51,7 @@ def tuning(found: dict[str, dict[str, int]], bench: Callable[[Callable[[], Any]]
         if name in KERNELS:
             like = arguments[0]
             sizes = dict(zip(self.arg_names, arguments, strict=False)) | options
-            key = tuned.key(tuned.card(like.device), name, like.dtype, sizes["K"], sizes["V"], sizes["C"])
+            key = tuned.key(tuned.card(like.device), name, like.dtype, sizes)
             if key not in found:
                 found[key] = fastest(
                     lambda **tried: plain(self, *arguments, grid=grid, warmup=warmup, **options | tried),
@@ -64,23 +66,30 @@ def tuning(found: dict[str, dict[str, int]], bench: Callable[[Callable[[], Any]]
 
 
 def calls(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Forward and backward at 16,384 tokens for every shape, with and without a normaliser, in chunks of 32 and 64."""
+    """Forward and backward at 16,384 tokens of what a model runs: each decay, a normaliser's column, and fused with
+    map, RoPE and norm, in chunks of 32 and 64."""
     for H, G, D in SHAPES:
-        for V in (D, D + 1):
-            for chunk_size in (32, 64):
+        angles = torch.rand(1, 4096, D, device=device)
+        bias, affine = torch.zeros(H, D, device=device), torch.ones(H * D, device=device)
+        relu = chunked.Front("relu", bias, bias[:G], angles, angles)
+        decays = (
+            None,
+            -torch.rand(H, device=device),
+            -torch.rand(4, 4096, H, device=device).requires_grad_(),
+        )
+        for chunk_size, decay in itertools.product((32, 64), decays):
+            for V, fused in (
+                (D, {}), (D + 1, {}), (D + 1, {"front": chunked.Front("hedgehog")}),
+                (D, {"front": relu, "norm": chunked.Norm(affine, affine)}),
+            ):  # fmt: skip
+                shapes = ((4, 4096, H, D), (4, 4096, G, D), (4, 4096, G, V))
+                yield functools.partial(_call, shapes, device, decay, chunk_size, fused)
 
-                def call(
-                    H: int = H, G: int = G, D: int = D, V: int = V, chunk_size: int = chunk_size
-                ) -> None:
-                    shapes = ((4, 4096, H, D), (4, 4096, G, D), (4, 4096, G, V))
-                    q, k, v = (
-                        torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_()
-                        for shape in shapes
-                    )
-                    o, _ = linear_attention(q, k, v, -torch.rand(H, device=device), chunk_size=chunk_size)
-                    o.sum().backward()
 
-                yield call
+def _call(shapes: Any, device: torch.device, decay: Any, chunk_size: int, fused: dict[str, Any]) -> None:
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes)
+    o, _ = chunked.linear_attention(q, k, v, decay, chunk_size=chunk_size, **fused)
+    o.sum().backward()
 
 
 def write(path: Path, found: dict[str, dict[str, int]]) -> None:
@@ -102,11 +111,13 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    if not options.out.parent.is_dir():
+        parser.error(f"{options.out.parent} is no folder")
     found: dict[str, dict[str, int]] = {}
     with tuning(found, lambda call: triton.testing.do_bench(call, return_mode="median")):
         for call in calls(torch.device("cuda")):
             call()
-    write(options.out, found)
+            write(options.out, found)  # as soon as it is known: a stop costs one call
     print(f"{len(found)} entries for {tuned.card(torch.device('cuda'))} in {options.out}")
     return 0
 

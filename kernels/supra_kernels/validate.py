@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from supra_kernels.documents import bounds_of
+
 
 def _shape(x: Tensor) -> list[int]:
     return list(x.shape)
@@ -49,7 +51,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, B: int, T: int) -> None:
         )
     if B != 1:
         raise ValueError(f"cu_seqlens packs sequences into one row, but the batch size is {B}; expected 1")
-    bounds = cu_seqlens.tolist()
+    bounds = bounds_of(cu_seqlens)
     if bounds[0] != 0 or bounds[-1] != T or bounds != sorted(bounds):
         raise ValueError(f"cu_seqlens must rise from 0 to the {T} tokens of q; it is {bounds}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,16 @@ class FixedDecay(nn.Module):
     def forward(self, like: Tensor) -> Tensor:
         """Return log γ [heads] on the device of `like`, fp32 (fp64 where `like` is fp64)."""
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        return fixed_log_decay(self.kind, self.num_heads).to(device=like.device, dtype=dtype)
+        return _on_device(self.kind, self.num_heads, like.device, dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(kind: str, num_heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Made once: a copy from the host in every layer would stall a GPU, and break a CUDA graph."""
+    with torch.inference_mode(
+        False
+    ):  # a tensor made in inference mode could never be saved for a backward pass
+        return fixed_log_decay(kind, num_heads).to(device=device, dtype=dtype)
 
 
 class LearnedDecay(KeepsFloat32):

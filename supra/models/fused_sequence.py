@@ -1,7 +1,8 @@
 """A segment of a linear layer on the Triton kernels that map, rotate and normalise where they load and store.
 
 Taken where the layer's backend is `triton` and no window needs the mapped keys themselves; it differentiates.
-Everywhere else the general path computes the same (in half precision this one rounds less: features are rounded once).
+Everywhere else the general path computes the same; in half precision this one rounds features once, and values before
+they are summed.
 
 Symbols: B batch, T tokens, H query heads, G key/value heads, D head dim.
 """
@@ -18,7 +19,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from supra_kernels import resolve_backend
 
 from .feature_maps import DenseReLU, HeadwiseReLU, Hedgehog, headwise_linear
-from .fused_step import KERNEL_MAPS
+from .fused_step import KERNEL_MAPS, known_maps
 
 if TYPE_CHECKING:
     from .attention import SupraLinearAttention
@@ -28,9 +29,13 @@ if TYPE_CHECKING:
 
 def fuses_sequence(layer: SupraLinearAttention, q: Tensor) -> bool:
     """Whether `fused_sequence` computes this layer's segments, q [B, T, H, D]."""
-    if layer.config.window or q.dtype == torch.float64 or type(layer.feature_map_q) not in KERNEL_MAPS:
+    if layer.config.window or q.dtype == torch.float64 or not known_maps(layer):
         return False
-    return resolve_backend(layer.backend, q.device) == "triton"
+    if resolve_backend(layer.backend, q.device) != "triton":
+        return False
+    from supra_kernels.triton_backend.chunked import LARGEST_NORM
+
+    return layer.config.attention_norm == "denominator" or layer.head_dim <= LARGEST_NORM
 
 
 def fused_sequence(

@@ -8,7 +8,6 @@ Symbols: B batch, H query heads, G key/value heads, D head dim.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from supra_kernels import resolve_backend
 
-from .decay import FixedDecay, fixed_log_decay
 from .feature_maps import DenseReLU, ELUPlusOne, HeadwiseReLU, Hedgehog, Identity
 
 if TYPE_CHECKING:
@@ -31,11 +29,19 @@ KERNEL_MAPS: dict[type[nn.Module], str] = {
 }  # fmt: skip
 
 
+def known_maps(layer: SupraLinearAttention) -> bool:
+    """Whether both of the layer's maps are, bare, one that the kernels know: a wrapped one computes something else."""
+    kinds = {
+        type(module) for name in ("feature_map_q", "feature_map_k") if (module := getattr(layer, name, None))
+    }
+    return len(kinds) == 1 and kinds <= KERNEL_MAPS.keys()
+
+
 def fuses(layer: SupraLinearAttention, q: Tensor, memory: RecurrentLayer) -> bool:
     """Whether `fused_step` computes this segment, q [B, T, H, D] without pads, after what `memory` holds."""
     if q.shape[1] != 1 or layer.window or memory.recurrent_state is None:
         return False
-    if torch.is_grad_enabled() or q.dtype == torch.float64 or type(layer.feature_map_q) not in KERNEL_MAPS:
+    if torch.is_grad_enabled() or q.dtype == torch.float64 or not known_maps(layer):
         return False
     if resolve_backend(layer.backend, q.device) != "triton":
         return False
@@ -78,7 +84,7 @@ def fused_step(
     cos, sin = (None, None) if rope == "none" else (x[:, 0] for x in position_embeddings)
     state = memory.recurrent_state.contiguous()
     output = step.decode_step(
-        plan, q[:, 0], k[:, 0], v[:, 0], state, _log_decay(layer, k),
+        plan, q[:, 0], k[:, 0], v[:, 0], state, layer.decay(k) if hasattr(layer, "decay") else None,
         cos=cos, sin=sin, weights=step.StepWeights(**_weights(layer, map_q, map_k)),
     )  # fmt: skip
     memory.store(1, state, (), (), None)
@@ -97,17 +103,3 @@ def _weights(layer: SupraLinearAttention, map_q: nn.Module, map_k: nn.Module) ->
         weights["norm_weight"] = layer.group_norm.weight.view(layer.num_heads, layer.head_dim)
         weights["norm_bias"] = layer.group_norm.bias.view(layer.num_heads, layer.head_dim)
     return weights
-
-
-def _log_decay(layer: SupraLinearAttention, like: Tensor) -> Tensor | None:
-    if not hasattr(layer, "decay"):
-        return None
-    if isinstance(layer.decay, FixedDecay):
-        return _fixed_log_decay(layer.decay.kind, layer.decay.num_heads, like.device)
-    return layer.decay(like)
-
-
-@lru_cache(maxsize=64)
-def _fixed_log_decay(kind: str, num_heads: int, device: torch.device) -> Tensor:
-    """Made once: a copy from the host for every token and layer would stall the device, and break a CUDA graph."""
-    return fixed_log_decay(kind, num_heads).to(device=device, dtype=torch.float32)

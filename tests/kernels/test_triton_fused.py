@@ -146,6 +146,52 @@ def test_no_tokens() -> None:
 
 
 def test_a_norm_too_wide_for_one_piece_is_refused() -> None:
-    x = torch.zeros(1, 2, 1, 272)
-    with pytest.raises(BackendError, match="head dim 272: backend 'triton' normalises at most 256 columns"):
+    x = torch.zeros(1, 2, 1, 144)
+    with pytest.raises(BackendError, match="head dim 144: backend 'triton' normalises at most 128 columns"):
         linear_attention(x, x, x, norm=Norm())
+
+
+def test_a_norm_keeps_unnormalised_sums_that_leave_the_range_of_fp16() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (60 * torch.rand(1, 24, 1, 16, generator=generator) for _ in range(2))
+    v, d_y = (torch.randn(1, 24, 1, 16, generator=generator) for _ in range(2))
+    inputs = [x.half() for x in (q, k, v)]
+
+    exact = [x.double().requires_grad_() for x in inputs]
+    o, _ = reference.linear_attention_parallel(exact[0], exact[1], exact[2])
+    assert o.abs().max() > 65504
+    y = F.group_norm(o.flatten(0, 1).flatten(1), 1, eps=1e-5).view(o.shape)
+    wanted = [y, *torch.autograd.grad((y * d_y).sum(), exact)]
+
+    ours = [x.to(DEVICE).requires_grad_() for x in inputs]
+    y, _ = linear_attention(ours[0], ours[1], ours[2], norm=Norm())
+    found = [y, *torch.autograd.grad((y.float() * d_y.to(DEVICE)).sum(), ours)]
+    for got, want in zip(found, wanted, strict=True):
+        assert (got.cpu().double() - want).abs().max() <= 1e-2 * want.abs().max()
+
+
+def test_rows_that_do_not_exist_leave_no_nan_without_an_epsilon() -> None:
+    x = torch.randn(1, 5, 1, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    weight = torch.ones(16, device=DEVICE, requires_grad=True)
+    y, _ = linear_attention(x, x, x, norm=Norm(weight, torch.zeros(16, device=DEVICE), eps=0.0))
+    (gradient,) = torch.autograd.grad(y.sum(), weight)
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda x: Front("gelu"), "feature_map 'gelu' is unknown"),  # type: ignore[arg-type]
+        (lambda x: Front(cos=x), "cos and sin go together"),
+        (lambda x: Norm(weight=x), "weight and bias go together"),
+    ],
+)
+def test_mistakes_in_what_is_fused_are_named(make: Callable[[Tensor], Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        make(torch.zeros(3))
+
+
+def test_angles_that_do_not_divide_the_features_are_refused() -> None:
+    x, angles = torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 12)
+    with pytest.raises(ValueError, match="cos is 12 wide; expected a divisor of the 16 features"):
+        linear_attention(x, x, x, front=Front(cos=angles, sin=angles))

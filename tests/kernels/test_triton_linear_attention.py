@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from supra_kernels import BackendError, reference
 from supra_kernels.triton_backend import linear_attention
+from supra_kernels.triton_backend.chunks import cut_documents
 from supra_kernels.triton_backend.tiling import tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -194,6 +195,30 @@ def test_tiles_cover_every_column_once_and_a_normaliser_costs_at_most_sixteen(
     assert t.TAIL == 0 or t.NV * t.BV < size <= covered
     if size in (65, 129, 257):
         assert covered == size - 1 + 16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_amd_is_never_asked_for_tf32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of AMD's targets only gfx942 knows it."""
+    monkeypatch.setattr("supra_kernels.triton_backend.tiling.AMD", True)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert tile(64, 64, 64, dtype).PRECISION == "ieee"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_bounds_are_read_once_and_again_after_a_change() -> None:
+    cu_seqlens = torch.tensor([0, 3, 5])
+    first = cut_documents(cu_seqlens, 16, torch.device("cpu"))
+    assert cut_documents(cu_seqlens, 16, torch.device("cpu")) is first
+    assert cut_documents(cu_seqlens, 2, torch.device("cpu")).tokens.tolist() == [2, 1, 2]
+    cu_seqlens[1] = 4
+    assert cut_documents(cu_seqlens, 16, torch.device("cpu")).tokens.tolist() == [4, 1]
+    with torch.device("meta"):
+        assert cut_documents(torch.tensor([0, 2], device="cpu"), 16, torch.device("cpu")).tokens.tolist() == [
+            2
+        ]
 
 
 def test_no_grid_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,16 +27,24 @@ def tune() -> ModuleType:
     return module
 
 
-def test_measured_options_are_used_on_their_card_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_options_are_used_for_what_was_measured_only(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = {"num_warps": 2, "num_stages": 3}
-    entry = tuned.key("Card A", "chunk_dq", torch.bfloat16, 64, 80, 64)
+    constants = {"K": 64, "V": 80, "C": 64, "DECAY": 1, "NORM": False, "PRECISION": "ieee"}
+    entry = tuned.key("Card A", "chunk_dq", torch.bfloat16, constants)
     monkeypatch.setattr(tuned, "table", lambda: {entry: measured})
-    x = torch.zeros(1, dtype=torch.bfloat16)
-    for card, wanted in (("Card A", measured), ("Card B", {"num_warps": 8, "num_stages": 1})):
-        monkeypatch.setattr(tuned, "card", lambda device, card=card: card)
-        assert tuned.options("chunk_dq", x, 64, 80, 64, 8) == wanted
     monkeypatch.setattr(tuned, "card", lambda device: "Card A")
-    assert tuned.options("chunk_dq", x, 128, 80, 64, 8)["num_warps"] == 8
+    x = torch.zeros(1, dtype=torch.bfloat16)
+    default = {"num_warps": 8, "num_stages": 1}
+    assert tuned.options("chunk_dq", x, constants, 8) == measured
+    for other in ({"K": 128}, {"DECAY": 2}, {"NORM": True}):
+        assert tuned.options("chunk_dq", x, constants | other, 8) == default
+    assert (
+        tuned.options("chunk_dk", x, constants, 8)
+        == tuned.options("chunk_dq", x.half(), constants, 8)
+        == default
+    )
+    monkeypatch.setattr(tuned, "card", lambda device: "Card B")
+    assert tuned.options("chunk_dq", x, constants, 8) == default
 
 
 def test_the_fastest_options_that_fit_are_chosen(tune: ModuleType) -> None:

@@ -99,3 +99,37 @@ def test_a_window_keeps_the_general_path(make_model: MakeModel, fused_calls: lis
     model.set_backend("triton")
     assert_close(model(tokens(1, 5), use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4)
     assert fused_calls == []
+
+
+class Wrapped(torch.nn.Module):
+    """What an adapter library makes of a module."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("name", ["feature_map_q", "feature_map_k"])
+def test_a_wrapped_map_keeps_the_general_path(
+    make_model: MakeModel, fused_calls: list[int], name: str
+) -> None:
+    model = make_model(torch.float32, **{**SMALL, **FIELDS[0]}).to(DEVICE)
+    wanted = model(tokens(1, 5), use_cache=False).logits
+    for layer in model.model.layers:
+        setattr(layer.self_attn, name, Wrapped(getattr(layer.self_attn, name)))
+    model.set_backend("triton")
+    assert_close(model(tokens(1, 5), use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4)
+    assert fused_calls == []
+
+
+def test_a_head_too_wide_for_the_norm_keeps_the_general_path(
+    make_model: MakeModel, fused_calls: list[int]
+) -> None:
+    model = make_model(torch.float32, **{**SMALL, **FIELDS[5], "head_dim": 144}).to(DEVICE)
+    wanted = model(tokens(1, 3), use_cache=False).logits
+    model.set_backend("triton")
+    assert_close(model(tokens(1, 3), use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4)
+    assert fused_calls == []

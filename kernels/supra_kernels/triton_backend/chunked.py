@@ -19,7 +19,7 @@ from supra_kernels.triton_backend.launch import Call, Operands
 from supra_kernels.triton_backend.tiles import FIXED, NO_DECAY, PER_TOKEN
 from supra_kernels.triton_backend.tiling import LARGEST_CHUNK, LARGEST_HEAD_DIM, chunk_tile, tile
 
-LARGEST_NORM = 256  # columns of a row that is normalised in one piece
+LARGEST_NORM = 128  # columns of a row that is normalised in one piece: more spill, and overflow shared memory
 MAPS = {"identity": NO_MAP, "relu": RELU, "elu": ELU, "hedgehog": HEDGEHOG}
 
 
@@ -37,6 +37,12 @@ class Front:
     cos: Tensor | None = None
     sin: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if self.feature_map not in MAPS:
+            raise ValueError(f"feature_map {self.feature_map!r} is unknown; known: {', '.join(MAPS)}")
+        if (self.cos is None) != (self.sin is None):
+            raise ValueError("cos and sin go together: give both, or neither")
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -45,6 +51,10 @@ class Norm:
     weight: Tensor | None = None
     bias: Tensor | None = None
     eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if (self.weight is None) != (self.bias is None):
+            raise ValueError("a norm's weight and bias go together: give both, or neither")
 
 
 class TritonLinearAttention(torch.autograd.Function):
@@ -134,18 +144,22 @@ def linear_attention(
 
     `front` maps and rotates q and k where the kernels load them, `norm` normalises the output before it is stored; both
     are differentiated too. Raises BackendError for what the kernels do not compute: fp64, head dims beyond 512, chunks
-    beyond 128 tokens, a norm over more than 256 columns.
+    beyond 128 tokens, a norm over more than 128 columns.
     """
     front = front or Front()
     (B, T, H, K), (G, V) = q.shape, v.shape[-2:]
-    _refuse(q, k, v, log_decay, initial_state, chunk_size, norm)
     if front.feature_map == "hedgehog":
         K = 2 * K
+    _refuse(q, k, v, K, initial_state, chunk_size, norm)
+    if front.cos is not None and K % front.cos.shape[-1]:
+        raise ValueError(f"cos is {front.cos.shape[-1]} wide; expected a divisor of the {K} features")
     shape = _shape(q, k, v, log_decay, cu_seqlens, K)
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     exact = torch.get_float32_matmul_precision() == "highest"
     size = chunk_size or choose_chunk_size(shape, training=training, exact=exact)
-    chunks = cut_rows(B, T, size, q.device) if cu_seqlens is None else cut_documents(cu_seqlens, size)
+    chunks = (
+        cut_rows(B, T, size, q.device) if cu_seqlens is None else cut_documents(cu_seqlens, size, q.device)
+    )
     dtype = torch.promote_types(q.dtype, k.dtype)
     kinds = {0: NO_DECAY, 1: FIXED, 3: PER_TOKEN}
     # Rows of 65 or 129 numbers would leave every load of values, outputs and states unaligned.
@@ -158,7 +172,7 @@ def linear_attention(
     )  # fmt: skip
     with torch.autocast(q.device.type, enabled=False), _on(q):
         if initial_state is not None:
-            initial_state = F.pad(initial_state.to(torch.float32), (0, width - V)).contiguous()
+            initial_state = _padded(initial_state.to(torch.float32), width)
         biases = [None if x is None else x.contiguous() for x in (front.q_bias, front.k_bias)]
         if front.feature_map == "relu":
             biases = [
@@ -168,7 +182,7 @@ def linear_attention(
         affine = (None, None) if norm is None or norm.weight is None else (norm.weight, norm.bias)
         angles = [None if x is None else x.expand(B, T, -1).contiguous() for x in (front.cos, front.sin)]
         o, final = TritonLinearAttention.apply(
-            q.to(dtype).contiguous(), k.to(dtype).contiguous(), F.pad(v, (0, width - V)).contiguous(), log_decay,
+            q.to(dtype).contiguous(), k.to(dtype).contiguous(), _padded(v, width), log_decay,
             initial_state, *biases, *affine, *angles, c,
         )  # fmt: skip
     return o[..., :V], final[..., :V].contiguous() if output_final_state else None
@@ -192,26 +206,25 @@ def _shape(
     return Shape(B, T, H, G, K, V, kind, q.element_size(), v.element_size())
 
 
+def _padded(x: Tensor, width: int) -> Tensor:
+    """[..., V] → contiguous [..., width], zeros behind; x itself where that is what it is."""
+    return (F.pad(x, (0, width - x.shape[-1])) if width > x.shape[-1] else x).contiguous()
+
+
 def _refuse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    chunk_size: int | None,
-    norm: Norm | None,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, K: int, initial_state: Tensor | None, chunk_size: int | None, norm: Norm | None
+) -> None:  # fmt: skip
     mend = 'use backend="torch"'
-    for name, x in {"q": q, "k": k, "v": v, "log_decay": log_decay, "initial_state": initial_state}.items():
-        if x is not None and x.dtype == torch.float64 and name != "log_decay":
+    for name, x in {"q": q, "k": k, "v": v, "initial_state": initial_state}.items():
+        if x is not None and x.dtype == torch.float64:
             raise BackendError(f"{name} is fp64, but backend 'triton' computes in fp32: {mend}")
-    if max(q.shape[-1], v.shape[-1]) > LARGEST_HEAD_DIM:
+    if max(K, v.shape[-1]) > LARGEST_HEAD_DIM:
         raise BackendError(
-            f"head dims {q.shape[-1]} and {v.shape[-1]}: backend 'triton' takes at most {LARGEST_HEAD_DIM}; {mend}"
+            f"head dims {K} and {v.shape[-1]}: backend 'triton' takes at most {LARGEST_HEAD_DIM}; {mend}"
         )
     if chunk_size is not None and chunk_size > LARGEST_CHUNK:
         raise BackendError(
-            f"chunk_size is {chunk_size}: backend 'triton' takes at most {LARGEST_CHUNK}, or None to choose"
+            f"chunk_size is {chunk_size}: backend 'triton' takes at most {LARGEST_CHUNK}; leave it None, or {mend}"
         )
     if norm is not None and v.shape[-1] > LARGEST_NORM:
         raise BackendError(

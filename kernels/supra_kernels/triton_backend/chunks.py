@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from supra_kernels.documents import bounds_of, remembered
+
 
 @dataclass(frozen=True)
 class Chunks:
@@ -26,8 +28,8 @@ def cut(bounds: Tensor, size: int, device: torch.device) -> Chunks:
     lengths = bounds.diff()
     counts = (lengths + size - 1) // size
     sequence_chunks = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), counts)
-    index = torch.arange(int(sequence_chunks[-1])) - sequence_chunks[sequence]
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), counts)
+    index = torch.arange(int(sequence_chunks[-1]), device="cpu") - sequence_chunks[sequence]
     tokens = (lengths[sequence] - index * size).clamp(max=size)
     return Chunks(
         (bounds[sequence] + index * size).to(device),
@@ -40,9 +42,13 @@ def cut(bounds: Tensor, size: int, device: torch.device) -> Chunks:
 @functools.lru_cache(maxsize=64)
 def cut_rows(rows: int, row_tokens: int, size: int, device: torch.device) -> Chunks:
     """Chunks of `rows` sequences of equal length; remembered, because every layer of every step asks again."""
-    return cut(torch.arange(rows + 1) * row_tokens, size, device)
+    return cut(torch.arange(rows + 1, device="cpu") * row_tokens, size, device)
 
 
-def cut_documents(cu_seqlens: Tensor, size: int) -> Chunks:
-    """Chunks of the documents packed into one row by `cu_seqlens` [N + 1]."""
-    return cut(cu_seqlens.to("cpu", torch.int64), size, cu_seqlens.device)
+def cut_documents(cu_seqlens: Tensor, size: int, device: torch.device) -> Chunks:
+    """Chunks of the documents packed into one row by `cu_seqlens` [N + 1]; remembered as long as that tensor lives."""
+
+    def make() -> Chunks:
+        return cut(torch.tensor(bounds_of(cu_seqlens), device="cpu"), size, device)
+
+    return remembered(cu_seqlens, (size, device), make)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -65,13 +64,12 @@ class Call:
     def front(self) -> dict[str, Any]:
         return {"MAP": self.feature_map, "ANGLES": self.angles}
 
-    def constants(self, kernel: Any, like: Tensor, *names: str) -> dict[str, Any]:
-        """Constants and compiler options of a kernel over chunks, for q like `like`."""
-        t = self.tiling
-        options = tuned.options(kernel.fn.__name__, like, self.K, self.V, t.C, t.num_warps) | {
-            "DECAY": self.decay
-        }
-        return options | self.front | t.constants(*names, "C", "BK", "BV", "NV", "TAIL", "MIXED", "PRECISION")
+    def constants(self, kernel: Any, like: Tensor, *names: str, **flags: Any) -> dict[str, Any]:
+        """Constants, `flags` among them, and compiler options of a kernel over chunks, for q like `like`."""
+        fixed = self.front | {"DECAY": self.decay} | flags
+        fixed |= self.tiling.constants(*names, "C", "BK", "BV", "NV", "TAIL", "MIXED", "PRECISION")
+        sizes = fixed | {"K": self.K, "V": self.V}
+        return fixed | tuned.options(kernel.fn.__name__, like, sizes, self.tiling.num_warps)
 
     def states(self, like: Tensor) -> Tensor:
         return like.new_empty(len(self.chunks), self.S, self.K, self.V, dtype=torch.float32)
@@ -116,9 +114,13 @@ def accumulated(log_decay: Tensor | None, fixed: bool, chunks: Chunks, like: Ten
     if fixed:
         values = log_decay.to(torch.float32).contiguous()
         return values, values
-    total = log_decay.flatten(0, 1).to(torch.float64).cumsum(0)
-    before = F.pad(total, (0, 0, 1, 0))[chunks.start]
-    b = total - before.repeat_interleave(chunks.tokens, 0, output_size=total.shape[0])
+    rows = log_decay.flatten(0, 1)
+    place = torch.arange(chunks.size, device=rows.device)
+    inside = place < chunks.tokens[:, None]
+    padded = rows[(chunks.start[:, None] + place * inside)].to(torch.float64)
+    sums = (padded * inside[..., None]).cumsum(1)
+    chunk = torch.repeat_interleave(chunks.tokens, output_size=rows.shape[0])
+    b = sums[chunk, torch.arange(rows.shape[0], device=rows.device) - chunks.start[chunk]]
     high = b.to(torch.float32)
     return high, (b - high).to(torch.float32)
 
@@ -141,7 +143,7 @@ def forward_states(c: Call, x: Operands, initial: Tensor | None) -> Pair:
     if len(c.chunks):
         chunk_states[(len(c.chunks), c.S, c.tiling.NK * c.tiling.NV)](
             *x.k_side, x.v, states, *x.decay, c.chunks.start, c.chunks.tokens, c.S, c.K, c.V, c.G, 1.0,
-            HEADS=1, SHARE=c.S // c.G, REVERSED=False, **c.constants(chunk_states, x.q),
+            HEADS=1, SHARE=c.S // c.G, **c.constants(chunk_states, x.q, REVERSED=False),
         )  # fmt: skip
     entries = c.K * c.V
     scan_states[(c.num_sequences, c.S, triton.cdiv(entries, SCAN_BLOCK))](
@@ -152,14 +154,17 @@ def forward_states(c: Call, x: Operands, initial: Tensor | None) -> Pair:
 
 
 def output(c: Call, x: Operands, states: Tensor, norm: tuple[Tensor | None, Tensor | None]) -> Pair:
-    """o [B, T, H, V] and its GroupNorm y (o itself where there is none)."""
-    o = x.v.new_empty(c.B, c.T, c.H, c.V)
-    y = torch.empty_like(o) if c.norm else o
+    """o [B, T, H, V] and its GroupNorm y (o itself where there is none).
+
+    What is normalised later stays fp32: unnormalised sums leave fp16's range, and their gradients its precision.
+    """
+    y = x.v.new_empty(c.B, c.T, c.H, c.V)
+    o = torch.empty_like(y, dtype=torch.float32) if c.norm else y
     if len(c.chunks):
         chunk_output[(len(c.chunks), c.G)](
             *x.sides, x.v, states, o, y, *norm, *x.decay, c.chunks.start, c.chunks.tokens,
             c.S, c.H, c.G, c.K, c.V, c.scale, c.norm_size, c.eps, HEADS=c.H // c.G, STATES=c.S // c.G,
-            NORM=c.norm, AFFINE=norm[0] is not None, **c.constants(chunk_output, x.q, "NK"),
+            AFFINE=norm[0] is not None, **c.constants(chunk_output, x.q, "NK", NORM=c.norm),
         )  # fmt: skip
     return o, y
 
@@ -191,7 +196,7 @@ def backward_states(
     if len(c.chunks):
         chunk_states[(len(c.chunks), c.S, c.tiling.NK * c.tiling.NV)](
             *x.q_side, do, d_states, *x.decay, c.chunks.start, c.chunks.tokens, c.S, c.K, c.V, c.H, c.scale,
-            HEADS=c.H // c.S, SHARE=1, REVERSED=True, **c.constants(chunk_states, x.q),
+            HEADS=c.H // c.S, SHARE=1, **c.constants(chunk_states, x.q, REVERSED=True),
         )  # fmt: skip
     scan_states_reversed[(c.num_sequences, c.S, blocks)](
         d_states, d_final, d_initial, states, d_whole, *x.decay, c.chunks.start, c.chunks.tokens,
@@ -218,11 +223,11 @@ def gradients(
     grid = len(c.chunks), c.G
     chunk_dq[grid](
         *x.sides, x.v, do, states, dq, d_row, *where, *sizes,
-        DECAY_GRADIENT=wants_decay, **heads, **c.constants(chunk_dq, q, "NK"),
+        **heads, **c.constants(chunk_dq, q, "NK", DECAY_GRADIENT=wants_decay),
     )  # fmt: skip
     chunk_dk[(*grid, t.NK)](
         *x.sides, x.v, do, d_states, dk, d_column, d_to_end, *where, c.tokens, *sizes,
-        DECAY_GRADIENT=wants_decay, **heads, **c.constants(chunk_dk, q, "NK"),
+        **heads, **c.constants(chunk_dk, q, "NK", DECAY_GRADIENT=wants_decay),
     )  # fmt: skip
     chunk_dv[(*grid, t.NV)](
         *x.sides, x.v, do, d_states, dv, *where, *sizes, **heads, **c.constants(chunk_dv, q, "NK")

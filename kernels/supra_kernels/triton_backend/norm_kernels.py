@@ -35,7 +35,8 @@ def group_norm_backward(
     mean = tl.sum(value, 1) / SIZE
     centred = tl.where(exists, value - mean[:, None], 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / SIZE + eps)
-    normed = centred * scale[:, None]
+    # Rows that do not exist have no variance: with eps = 0 their scale is infinite.
+    normed = tl.where(exists, centred * scale[:, None], 0.0)
     if AFFINE:
         part = (block.to(tl.int64) * heads + head) * SIZE + column
         tl.store(d_weight + part, tl.sum(gradient * normed, 0), mask=column < SIZE)

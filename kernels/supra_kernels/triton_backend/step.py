@@ -74,7 +74,7 @@ def linear_attention_step(
     differentiates, so there is no backward kernel. Raises BackendError for fp64.
     """
     inputs = (q, k, v, state, log_decay)
-    _refuse_float64(*inputs)
+    _refuse_float64(q, k, v, state)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return linear_attention_step_torch(q, k, v, state, log_decay, scale=scale)
     (B, H, K), (G, V), S = q.shape, v.shape[-2:], state.shape[1]
@@ -122,7 +122,7 @@ def decode_step(
     launched and allocated. Not differentiable: the caller sees to it that no gradient is needed. Raises ValueError if
     the arguments do not fit each other, BackendError for fp64 and for states too large for one program.
     """
-    _refuse_float64(q, k, v, state, log_decay, out)
+    _refuse_float64(q, k, v, state, out)
     (B, H, width), (G, V), (S, K) = q.shape, v.shape[-2:], state.shape[1:3]
     D = width if cos is None else cos.shape[-1]
     _check_decode_step(plan, q, k, v, state, log_decay, cos, sin, weights, out)
@@ -158,6 +158,13 @@ def _check_decode_step(
     (B, H, width), (G, V), S = q.shape, v.shape[-2:], state.shape[1]
     D = width if cos is None else cos.shape[-1]
     K = 2 * width if plan.feature_map == "hedgehog" else width
+    for name, value, known in (
+        ("feature_map", plan.feature_map, ("identity", "elu", "relu", "hedgehog")),
+        ("rope", plan.rope, ("none", "before", "after")),
+        ("norm", plan.norm, ("none", "group_norm", "denominator")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} {value!r} is unknown; known: {', '.join(known)}")
     if (plan.rope == "none") != (cos is None) or (cos is None) != (sin is None):
         raise ValueError(
             f"rope is {plan.rope!r}: give cos and sin together, where there is something to rotate"

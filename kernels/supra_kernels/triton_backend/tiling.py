@@ -46,8 +46,9 @@ def tile(K: int, V: int, C: int, dtype: torch.dtype, *, whole_rows: bool = False
     with a computed operand run in bf16 for bf16 inputs; for fp16 in tf32, as unnormalised scores and states can
     leave its range. fp32 products follow torch's own setting, `torch.set_float32_matmul_precision`.
     """
-    highest = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    precision = "ieee" if highest else "tf32"
+    # bf16 products have one precision, and AMD's matrix units take fp32 as it is.
+    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    precision = "ieee" if exact or AMD or dtype == torch.bfloat16 else "tf32"
     mixed = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
     widest = 128 if dtype == torch.bfloat16 and not AMD else 64
     BK = min(widest, max(16, triton.next_power_of_2(K)))

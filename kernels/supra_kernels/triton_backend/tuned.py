@@ -6,6 +6,7 @@ first call tunes. A card that is not in the table gets the defaults.
 
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,13 @@ TABLE = Path(__file__).parent / "tuned.json"
 SPACE = tuple({"num_warps": warps, "num_stages": stages} for warps in (4, 8) for stages in (1, 2, 3))
 
 
-def key(card: str, kernel: str, dtype: torch.dtype, K: int, V: int, C: int) -> str:
-    """The table's name of one specialisation: head dims as padded, C tokens of a chunk's tile."""
-    return f"{card} · {kernel} · {str(dtype).removeprefix('torch.')} · K={K} V={V} C={C}"
+DECISIVE = ("K", "V", "C", "BK", "BV", "DECAY", "DECAY_GRADIENT", "REVERSED", "MAP", "ANGLES", "NORM")
+
+
+def key(card: str, kernel: str, dtype: torch.dtype, constants: Mapping[str, Any]) -> str:
+    """The table's name of one specialisation: everything that decides its registers and shared memory."""
+    named = " ".join(f"{name}={int(constants[name])}" for name in DECISIVE if name in constants)
+    return f"{card} · {kernel} · {str(dtype).removeprefix('torch.')} · {named}"
 
 
 @functools.lru_cache(maxsize=1)
@@ -33,7 +38,7 @@ def card(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
-def options(kernel: str, like: torch.Tensor, K: int, V: int, C: int, num_warps: int) -> dict[str, Any]:
+def options(kernel: str, like: torch.Tensor, constants: Mapping[str, Any], num_warps: int) -> dict[str, Any]:
     """`num_warps` and `num_stages` of a kernel on the GPU of `like`; by default `num_warps` and one stage."""
-    measured = table().get(key(card(like.device), kernel, like.dtype, K, V, C))
+    measured = table().get(key(card(like.device), kernel, like.dtype, constants))
     return measured or {"num_warps": num_warps, "num_stages": 1}
