@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,14 @@ SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 # SmolLM2-135M's layer: query heads, key/value heads, head dim. Triton's interpreter is some thousand times slower.
 H, G, D = 9, 3, 64
 TOKENS, INTERPRETED_TOKENS, WINDOW, STEP_ROWS = 1024, 48, 32, 4
-OPERATORS = ("forward", "backward", "step", "window")
+OPERATORS = ("forward", "backward", "decay per token", "step", "window")
+# Whole layers of a model, prefill, gradients and a decoded token: what a backend fuses is run as a model runs it.
+LAYERS: dict[str, dict[str, Any]] = {
+    "relu layer": {"feature_map": "relu", "rope_position": "after", "decay": "alibi"},
+    "hedgehog layer": {
+        "feature_map": "hedgehog", "rope_position": "before", "decay": "none", "attention_norm": "denominator",
+    },
+}  # fmt: skip
 
 
 @dataclass
@@ -159,7 +167,7 @@ def examine() -> Examination:
                     interpreted,
                 )
                 for dtype in dtypes
-                for operator in OPERATORS
+                for operator in (*OPERATORS, *(LAYERS if dtype == torch.float32 else ()))
             ]
         result.backends.append(check)
     return result
@@ -275,6 +283,53 @@ def _backward(backend: str, normal: Normal, tokens: int) -> Run:
     return run
 
 
+def _gated(backend: str, normal: Normal, tokens: int) -> Run:
+    log_decay = -normal(1, tokens, G, of=torch.float32).abs() / 8
+    inputs = [x.requires_grad_() for x in (*_layer(normal, tokens), log_decay)]
+    d_output = normal(1, tokens, H, D)
+
+    def run() -> list[Tensor]:
+        output, _ = linear_attention(*inputs, scale=D**-0.5, backend=backend)
+        return [output, *torch.autograd.grad(output, inputs, d_output)]
+
+    return run
+
+
+def _model_layer(fields: dict[str, Any], backend: str, normal: Normal, tokens: int) -> Run:
+    from .models import SupraCache, SupraConfig
+    from .models.attention import SupraLinearAttention
+
+    config = SupraConfig(
+        vocab_size=8,
+        hidden_size=H * D,
+        num_hidden_layers=1,
+        num_attention_heads=H,
+        num_key_value_heads=G,
+        **fields,
+    )
+    hidden = normal(1, tokens, H * D).requires_grad_()
+    layer = SupraLinearAttention(config, 0).to(hidden.device, hidden.dtype)
+    layer.backend = backend
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(normal(*parameter.shape, size=parameter.shape[-1] ** -0.5))
+    d_output = normal(1, tokens, H * D)
+    frequencies = 1e4 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    angles = (torch.arange(tokens, dtype=torch.float64)[:, None] * frequencies).repeat(1, 2)[None].to(hidden)
+    place = angles.cos(), angles.sin()
+
+    def run() -> list[Tensor]:
+        output, _ = layer(hidden, place)
+        gradients = torch.autograd.grad(output, [hidden, *layer.parameters()], d_output)
+        cache = SupraCache(config)
+        with torch.no_grad():
+            for part in (slice(0, -1), slice(-1, None)):
+                last, _ = layer(hidden[:, part], (place[0][:, part], place[1][:, part]), cache=cache)
+        return [output, last, *gradients]
+
+    return run
+
+
 def _step(backend: str, normal: Normal, tokens: int) -> Run:
     q, k, v = normal(STEP_ROWS, H, D), normal(STEP_ROWS, G, D, size=D**-0.5), normal(STEP_ROWS, G, D)
     state, log_decay = normal(STEP_ROWS, H, D, D, of=torch.float32), _decay(normal)
@@ -293,7 +348,10 @@ def _window(backend: str, normal: Normal, tokens: int) -> Run:
     return run
 
 
-CALLS = {"forward": _forward, "backward": _backward, "step": _step, "window": _window}
+CALLS: dict[str, Callable[[str, Normal, int], Run]] = {
+    "forward": _forward, "backward": _backward, "decay per token": _gated, "step": _step, "window": _window,
+    **{name: functools.partial(_model_layer, fields) for name, fields in LAYERS.items()},
+}  # fmt: skip
 
 
 def _error(got: list[Tensor], exact: list[Tensor]) -> float:

@@ -37,7 +37,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_checks_every_operator_of_every_backend() -> None:
     report = doctor.examine()
     checked = {check.backend: check for check in report.backends}
-    assert {check.operator for check in checked["torch"].operators} == set(doctor.OPERATORS)
+    assert {check.operator for check in checked["torch"].operators} == {*doctor.OPERATORS, *doctor.LAYERS}
     for check in (*checked["torch"].operators, *checked["reference"].operators):
         assert check.result == "passed"
         assert check.max_error is not None and check.milliseconds is not None
@@ -66,13 +66,15 @@ def test_doctor_says_that_triton_is_interpreted() -> None:
     report = doctor.examine()
     check = next(check for check in report.backends if check.backend == "triton")
     assert check.status == "interpreted"
-    assert [each.result for each in check.operators] == ["passed"] * 4
+    assert [each.result for each in check.operators] == ["passed"] * 7
     assert all(each.milliseconds is None for each in check.operators)
     assert "triton, interpreted" in rendered(report)
 
 
 def only(monkeypatch: pytest.MonkeyPatch, **backends: str) -> None:
+    """Only these backends, and their operators without whole layers."""
     monkeypatch.setattr(doctor, "available_backends", lambda: backends)
+    monkeypatch.setattr(doctor, "LAYERS", {})
 
 
 @pytest.mark.usefixtures("short")
@@ -89,7 +91,7 @@ def test_doctor_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, operator
     report = doctor.examine()
     assert not report.healthy
     names = {
-        "linear_attention": {"forward", "backward"},
+        "linear_attention": {"forward", "backward", "decay per token"},
         "linear_attention_step": {"step"},
         "window_attention": {"window"},
     }
@@ -120,7 +122,7 @@ def test_refusals_failures_and_absent_backends(monkeypatch: pytest.MonkeyPatch) 
     report = doctor.examine()
     refused, absent, _ = report.backends
     assert [check.result for check in refused.operators] == [
-        *["refused: backend 'picky' refuses fp32 inputs"] * 2, "passed", "passed"
+        *["refused: backend 'picky' refuses fp32 inputs"] * 3, "passed", "passed"
     ]  # fmt: skip
     assert absent.status == "it needs a GPU" and not absent.operators
     assert report.healthy
