@@ -87,7 +87,11 @@ def test_head_dims_and_groups(
 
 
 @settings(max_examples=3)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=3), st.sampled_from([1, 5, 16, 20]), st.sampled_from(KINDS))
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    st.sampled_from([1, 5, 16, 20]),
+    st.sampled_from(KINDS),
+)
 def test_any_documents_and_any_chunk_size(
     problem: Callable[..., Problem], near: Callable[..., None], lengths: list[int], chunk_size: int, kind: str
 ) -> None:
