@@ -1,6 +1,5 @@
 """The `triton` backend of `linear_attention`, alone or with feature maps and RoPE before it and GroupNorm behind it."""
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from supra_kernels.errors import BackendError
 from supra_kernels.triton_backend import launch
 from supra_kernels.triton_backend.chunks import cut_documents, cut_rows
 from supra_kernels.triton_backend.feature_kernels import ELU, HEDGEHOG, NO_MAP, RELU
+from supra_kernels.triton_backend.guard import on
 from supra_kernels.triton_backend.launch import Call, Operands
 from supra_kernels.triton_backend.tiles import FIXED, NO_DECAY, PER_TOKEN
 from supra_kernels.triton_backend.tiling import LARGEST_CHUNK, LARGEST_HEAD_DIM, chunk_tile, tile
@@ -80,7 +80,7 @@ class TritonLinearAttention(torch.autograd.Function):
         q, k, v, log_decay, initial, q_bias, k_bias, weight, cos, sin, states, o = ctx.saved_tensors
         c: Call = ctx.call
         wants_decay = ctx.needs_input_grad[3]
-        with _on(q), torch.autocast(q.device.type, enabled=False):
+        with on(q.device), torch.autocast(q.device.type, enabled=False):
             x = _operands(c, q, k, v, log_decay, q_bias, k_bias, cos, sin)
             if states is None:
                 states, _ = launch.forward_states(c, x, initial)
@@ -119,11 +119,6 @@ def _operands(
     hedgehog = c.feature_map == HEDGEHOG.value
     q_normaliser, k_normaliser = (launch.normaliser(q), launch.normaliser(k)) if hedgehog else (None, None)
     return Operands(q, k, v, decay, q_bias, k_bias, q_normaliser, k_normaliser, cos, sin)
-
-
-def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Launch on the tensors' own GPU, whichever is current."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def linear_attention(
@@ -170,7 +165,7 @@ def linear_attention(
         feature_map=MAPS[front.feature_map].value, angles=0 if front.cos is None else front.cos.shape[-1],
         norm=norm is not None, norm_size=V, eps=0.0 if norm is None else norm.eps,
     )  # fmt: skip
-    with torch.autocast(q.device.type, enabled=False), _on(q):
+    with torch.autocast(q.device.type, enabled=False), on(q.device):
         if initial_state is not None:
             initial_state = _padded(initial_state.to(torch.float32), width)
         biases = [None if x is None else x.contiguous() for x in (front.q_bias, front.k_bias)]

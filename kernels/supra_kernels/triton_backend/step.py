@@ -5,7 +5,6 @@ normalisation after it. Both update the state in place, read and write it once, 
 so that a CUDA graph can hold them.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from supra_kernels.errors import BackendError
 from supra_kernels.step import linear_attention_step_torch
+from supra_kernels.triton_backend.guard import on
 from supra_kernels.triton_backend.step_kernels import decode_kernel, step_kernel
 
 # fp32 numbers of the state that one program of `decode_kernel` holds: half the registers of an NVIDIA multiprocessor.
@@ -83,7 +83,7 @@ def linear_attention_step(
         return o, state
     own = state.contiguous()
     blocks, options = _step_config(K, V)
-    with _on(q.device):
+    with on(q.device):
         step_kernel[(B * S, blocks)](
             q.contiguous(), k.contiguous(), v.contiguous(), own, _contiguous(log_decay), o, _stride(log_decay),
             scale, S, H // S, SHARE=S // G, **options,
@@ -133,7 +133,7 @@ def decode_step(
         out = torch.empty(B, H, V, dtype=v.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    with _on(q.device):
+    with on(q.device):
         decode_kernel[(B * S,)](
             q.contiguous(), k.contiguous(), v.contiguous(), state, _contiguous(log_decay), _contiguous(cos),
             _contiguous(sin), *weights.tensors(), out, _stride(log_decay), _stride(cos), plan.scale, plan.eps, S,
@@ -219,11 +219,6 @@ def _refuse_float64(*tensors: Tensor | None) -> None:
         raise BackendError(
             "backend 'triton' computes in fp32 and does not take fp64; use 'torch' or 'reference'"
         )
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

@@ -39,6 +39,15 @@ def chunk_tile(chunk_size: int) -> int:
     return max(16, triton.next_power_of_2(chunk_size))
 
 
+def precision(dtype: torch.dtype) -> str:
+    """How `tl.dot` multiplies fp32 operands for inputs of `dtype`: for fp32 as torch's own products are set to be.
+
+    bf16 products have one precision anyhow, and AMD's matrix units take fp32 as it is.
+    """
+    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return "ieee" if exact or AMD or dtype == torch.bfloat16 else "tf32"
+
+
 def tile(K: int, V: int, C: int, dtype: torch.dtype, *, whole_rows: bool = False) -> Tiling:
     """Tiles for head dims K and V, chunk tile C and the dtype of q and k; `whole_rows`: V in one piece, for its norm.
 
@@ -46,9 +55,6 @@ def tile(K: int, V: int, C: int, dtype: torch.dtype, *, whole_rows: bool = False
     with a computed operand run in bf16 for bf16 inputs; for fp16 in tf32, as unnormalised scores and states can
     leave its range. fp32 products follow torch's own setting, `torch.set_float32_matmul_precision`.
     """
-    # bf16 products have one precision, and AMD's matrix units take fp32 as it is.
-    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    precision = "ieee" if exact or AMD or dtype == torch.bfloat16 else "tf32"
     mixed = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
     widest = 128 if dtype == torch.bfloat16 and not AMD else 64
     BK = min(widest, max(16, triton.next_power_of_2(K)))
@@ -61,5 +67,5 @@ def tile(K: int, V: int, C: int, dtype: torch.dtype, *, whole_rows: bool = False
     if whole_rows:
         BV, NV, tail = max(16, triton.next_power_of_2(V)), 1, 0
     return Tiling(
-        C, BK, triton.cdiv(K, BK), BV, NV, tail, mixed, precision, 8 if C * max(BK, BV) >= 4096 else 4
+        C, BK, triton.cdiv(K, BK), BV, NV, tail, mixed, precision(dtype), 8 if C * max(BK, BV) >= 4096 else 4
     )

@@ -4,7 +4,6 @@ Everything is decided here without waiting for the GPU: which tile belongs to wh
 device, with a few tiles to spare that end at once. The past is read where it lies; nothing is concatenated.
 """
 
-import contextlib
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from supra_kernels.errors import BackendError
 from supra_kernels.triton_backend import tiling
+from supra_kernels.triton_backend.guard import on
 from supra_kernels.triton_backend.window_kernels import window_dkv, window_dq, window_forward
 
 HALF = (torch.bfloat16, torch.float16)
@@ -42,16 +42,11 @@ def tile_sizes(qk: torch.dtype, v: torch.dtype, D: int, V: int) -> dict[str, int
     return {"BLOCK": block, "num_warps": 8 if wide else 4, "num_stages": 1}
 
 
-def precision() -> str:
-    """How fp32 operands are multiplied: as torch's own products are set to be. AMD's matrix units take fp32 as is."""
-    if tiling.AMD or torch.get_float32_matmul_precision() == "highest":
-        return "ieee"
-    return "tf32"
-
-
 def specialisation(qk: torch.dtype, v: torch.dtype, H: int, G: int, D: int, V: int) -> dict[str, Any]:
     """The constants that every kernel is compiled with for these dtypes and sizes, and the compiler's options."""
-    constants = dict(H=H, G=G, D=D, V=V, BLOCK_D=padded(D), BLOCK_V=padded(V), PRECISION=precision())
+    constants = dict(
+        H=H, G=G, D=D, V=V, BLOCK_D=padded(D), BLOCK_V=padded(V), PRECISION=tiling.precision(torch.float32)
+    )
     return constants | tile_sizes(qk, v, D, V)
 
 
@@ -129,11 +124,6 @@ class WindowAttention(torch.autograd.Function):
                     PAST=True, **options,
                 )  # fmt: skip
         return dq, dk, dv, d_past_k, d_past_v, None, None, None, None
-
-
-def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device: make it the tensors' one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _common(*tensors: Tensor | None) -> list[Any]:
