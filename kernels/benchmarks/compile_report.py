@@ -69,7 +69,7 @@ class Row:
 
 def calls(quick: bool) -> list[tuple[str, Any]]:
     """`(description, function that calls an operator forward and backward)` for every shape that is reported."""
-    every = ((16, 16), (64, 64), (64, 65), (80, 80), (96, 97), (128, 129), (256, 256))
+    every = ((16, 16), (64, 64), (64, 65), (80, 80), (96, 97), (128, 128), (128, 129), (256, 256))
     dims = ((64, 65),) if quick else every
     dtypes = ("bf16",) if quick else tuple(DTYPES)
     decays = ("per token, shared",) if quick else DECAYS

@@ -212,6 +212,23 @@ def test_amd_is_never_asked_for_tf32(dtype: torch.dtype, monkeypatch: pytest.Mon
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.parametrize(("amd", "size"), [(True, 32), (False, 64)])
+def test_wide_fp32_heads_take_short_chunks_where_shared_memory_is_small(
+    amd: bool, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ChosenError(Exception):
+        pass
+
+    def choose(rows: int, row_tokens: int, chunk_size: int, device: torch.device) -> None:
+        raise ChosenError(chunk_size)
+
+    monkeypatch.setattr("supra_kernels.triton_backend.tiling.AMD", amd)
+    monkeypatch.setattr("supra_kernels.triton_backend.chunked.cut_rows", choose)
+    x = torch.zeros(1, 256, 1, 256)
+    with pytest.raises(ChosenError, match=str(size)):
+        linear_attention(x, x, x)
+
+
 def test_bounds_are_read_once_and_again_after_a_change() -> None:
     cu_seqlens = torch.tensor([0, 3, 5])
     first = cut_documents(cu_seqlens, 16, torch.device("cpu"))

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from supra_kernels.cost import DecayKind, Shape, choose_chunk_size, save_states
 from supra_kernels.errors import BackendError
-from supra_kernels.triton_backend import launch
+from supra_kernels.triton_backend import launch, tiling
 from supra_kernels.triton_backend.chunks import cut_documents, cut_rows
 from supra_kernels.triton_backend.feature_kernels import ELU, HEDGEHOG, NO_MAP, RELU
 from supra_kernels.triton_backend.guard import on
@@ -152,6 +152,8 @@ def linear_attention(
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     exact = torch.get_float32_matmul_precision() == "highest"
     size = chunk_size or choose_chunk_size(shape, training=training, exact=exact)
+    if chunk_size is None and tiling.AMD and q.dtype == torch.float32 and max(K, V) > 128:
+        size = 32  # 64 KB of shared memory do not hold wide fp32 heads in chunks of 64
     chunks = (
         cut_rows(B, T, size, q.device) if cu_seqlens is None else cut_documents(cu_seqlens, size, q.device)
     )
