@@ -11,13 +11,19 @@ from torch.autograd.function import once_differentiable
 
 from supra_kernels.cost import DecayKind, Shape, choose_chunk_size, save_states
 from supra_kernels.errors import BackendError
-from supra_kernels.triton_backend import launch, tiling
+from supra_kernels.triton_backend import launch
 from supra_kernels.triton_backend.chunks import cut_documents, cut_rows
 from supra_kernels.triton_backend.feature_kernels import ELU, HEDGEHOG, NO_MAP, RELU
 from supra_kernels.triton_backend.guard import on
 from supra_kernels.triton_backend.launch import Call, Operands
 from supra_kernels.triton_backend.tiles import FIXED, NO_DECAY, PER_TOKEN
-from supra_kernels.triton_backend.tiling import LARGEST_CHUNK, LARGEST_HEAD_DIM, chunk_tile, tile
+from supra_kernels.triton_backend.tiling import (
+    LARGEST_CHUNK,
+    LARGEST_HEAD_DIM,
+    chunk_tile,
+    largest_fitting_chunk,
+    tile,
+)
 
 LARGEST_NORM = 128  # columns of a row that is normalised in one piece: more spill, and overflow shared memory
 MAPS = {"identity": NO_MAP, "relu": RELU, "elu": ELU, "hedgehog": HEDGEHOG}
@@ -98,17 +104,8 @@ class TritonLinearAttention(torch.autograd.Function):
                 (d_decay, log_decay), (d_q_bias, q_bias), (d_k_bias, k_bias), (d_weight, weight), (d_bias, weight)
             )
         ]  # fmt: skip
-        return (
-            dq,
-            dk,
-            dv,
-            as_given[0],
-            None if initial is None else d_initial,
-            *as_given[1:],
-            None,
-            None,
-            None,
-        )
+        d_given = None if initial is None else d_initial
+        return dq, dk, dv, as_given[0], d_given, *as_given[1:], None, None, None
 
 
 def _operands(
@@ -151,9 +148,8 @@ def linear_attention(
     shape = _shape(q, k, v, log_decay, cu_seqlens, K)
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     exact = torch.get_float32_matmul_precision() == "highest"
-    size = chunk_size or choose_chunk_size(shape, training=training, exact=exact)
-    if chunk_size is None and tiling.AMD and q.dtype == torch.float32 and max(K, V) > 128:
-        size = 32  # 64 KB of shared memory do not hold wide fp32 heads in chunks of 64
+    fitting = largest_fitting_chunk(K, V, q.dtype)
+    size = chunk_size or min(fitting, choose_chunk_size(shape, training=training, exact=exact))
     chunks = (
         cut_rows(B, T, size, q.device) if cu_seqlens is None else cut_documents(cu_seqlens, size, q.device)
     )

@@ -90,6 +90,8 @@ def chunk_dq(
         d_scores = mask_scores(d_scores, hi, lo, unit, i, valid, DECAY) * scale
         reads = from_start(hi, lo, unit, valid, DECAY) * scale
         row = tl.zeros([C], tl.float32)
+        # How many times exp(b_i) holds a decay fixed in time; one per token is told apart later.
+        spans = (i + 1).to(tl.float32) if DECAY == FIXED else 1.0
         if DECAY_GRADIENT and DECAY == PER_TOKEN:
             products = query_key_products(
                 q_side, k_side, start, i, valid, head, g, H, G, K, MAP, ANGLES, C, BK, NK, PRECISION
@@ -108,10 +110,7 @@ def chunk_dq(
                 q_rows = load_features(q_side, start, i, valid, head, H, K, piece * BK, BK, MAP, ANGLES).to(
                     tl.float32
                 )
-                if DECAY == FIXED:
-                    row += tl.sum(q_rows * through_state, 1) * (i + 1).to(tl.float32)
-                else:
-                    row += tl.sum(q_rows * through_state, 1)
+                row += tl.sum(q_rows * through_state, 1) * spans
             value = tl.dot(d_scores.to(MIXED), k_rows.to(MIXED), through_state, input_precision=PRECISION)
             store_rows(dq, value, start, i, valid, head, H, K, piece * BK, BK)
         if DECAY_GRADIENT:

@@ -39,6 +39,11 @@ def chunk_tile(chunk_size: int) -> int:
     return max(16, triton.next_power_of_2(chunk_size))
 
 
+def largest_fitting_chunk(K: int, V: int, dtype: torch.dtype) -> int:
+    """The longest chunk whose tiles the shared memory holds (the compile report): AMD's is too small for wide fp32."""
+    return 32 if AMD and dtype == torch.float32 and max(K, V) > 128 else LARGEST_CHUNK
+
+
 def precision(dtype: torch.dtype) -> str:
     """How `tl.dot` multiplies fp32 operands for inputs of `dtype`: for fp32 as torch's own products are set to be.
 
