@@ -2,6 +2,7 @@
 
 from supra_kernels.autograd import (
     available_backends,
+    fused_operators,
     linear_attention,
     linear_attention_step,
     resolve_backend,
@@ -12,6 +13,7 @@ from supra_kernels.errors import BackendError
 __all__ = [
     "BackendError",
     "available_backends",
+    "fused_operators",
     "linear_attention",
     "linear_attention_step",
     "resolve_backend",

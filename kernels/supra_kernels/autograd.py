@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Backend:
     linear_attention_step: Callable[..., tuple[Tensor, Tensor]]
     window_attention: Callable[..., tuple[Tensor, Tensor]]
     unavailable: Callable[[torch.device | None], str | None]
+    fused: str | None = None  # the module of what it fuses beyond these operators
 
 
 def _everywhere(device: torch.device | None) -> str | None:
@@ -74,6 +76,7 @@ BACKENDS["triton"] = Backend(
     _later(TRITON, "linear_attention_step"),
     _later(TRITON, "window_attention"),
     _triton,
+    fused=f"{TRITON}.fused",
 )
 FLA = "supra_kernels.fla_backend"
 BACKENDS["fla"] = Backend(
@@ -114,6 +117,15 @@ def resolve_backend(name: str, device: torch.device | str) -> str:
     if reason is not None:
         raise BackendError(f"backend {name!r} cannot run on {device}: {reason}")
     return name
+
+
+def fused_operators(name: str, device: torch.device | str) -> ModuleType | None:
+    """The module of what the backend that `name` means fuses beyond the public operators; None where it has nothing.
+
+    Raises as `resolve_backend`.
+    """
+    module = BACKENDS[resolve_backend(name, device)].fused
+    return None if module is None else importlib.import_module(module)
 
 
 def _backend(name: str, q: Tensor) -> Any:

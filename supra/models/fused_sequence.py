@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from supra_kernels import resolve_backend
+from supra_kernels import fused_operators
 
 from .feature_maps import DenseReLU, HeadwiseReLU, Hedgehog, headwise_linear
 from .fused_step import KERNEL_MAPS, known_maps
@@ -31,11 +31,10 @@ def fuses_sequence(layer: SupraLinearAttention, q: Tensor) -> bool:
     """Whether `fused_sequence` computes this layer's segments, q [B, T, H, D]."""
     if layer.config.window or q.dtype == torch.float64 or not known_maps(layer):
         return False
-    if resolve_backend(layer.backend, q.device) != "triton":
+    kernels = fused_operators(layer.backend, q.device)
+    if kernels is None:
         return False
-    from supra_kernels.triton_backend.chunked import LARGEST_NORM
-
-    return layer.config.attention_norm == "denominator" or layer.head_dim <= LARGEST_NORM
+    return layer.config.attention_norm == "denominator" or layer.head_dim <= kernels.LARGEST_NORM
 
 
 def fused_sequence(
@@ -48,8 +47,8 @@ def fused_sequence(
     packing: Packing | None,
 ) -> Tensor:
     """q [B, T, H, D], k and v [B, T, G, D] as projected -> output [B, T, H, D], or [1, total, H, D] where packed."""
-    from supra_kernels.triton_backend.chunked import Front, Norm, linear_attention
-
+    kernels = fused_operators(layer.backend, q.device)
+    assert kernels is not None
     config, num_columns = layer.config, q.shape[1]
     maps = (
         layer.feature_map_q,
@@ -62,8 +61,8 @@ def fused_sequence(
     if packing is not None:
         q, k, v, cos, sin = (packing.pack(x) for x in (q, k, v, cos, sin))
     q_bias, k_bias = (getattr(own_map, "bias", None) for own_map in maps)
-    front = Front(
-        KERNEL_MAPS[type(maps[0])],  # type: ignore[arg-type]
+    front = kernels.Front(
+        KERNEL_MAPS[type(maps[0])],
         None if q_bias is None else q_bias.view(q.shape[2], -1),
         None if k_bias is None else k_bias.view(k.shape[2], -1),
         *((cos, sin) if config.rope_position == "after" else (None, None)),
@@ -73,8 +72,8 @@ def fused_sequence(
         # The normaliser is a column of values that are all 1; both stay fp32 until they are divided.
         v, scale = torch.cat((v.float(), torch.ones_like(v[..., :1], dtype=torch.float32)), dim=-1), 1.0
     else:
-        norm = Norm(layer.group_norm.weight, layer.group_norm.bias, layer.group_norm.eps)
-    output, state = linear_attention(
+        norm = kernels.Norm(layer.group_norm.weight, layer.group_norm.bias, layer.group_norm.eps)
+    output, state = kernels.linear_attention(
         q, k, v, layer.decay(q) if hasattr(layer, "decay") else None, scale=scale,
         initial_state=None if memory is None else memory.recurrent_state, output_final_state=memory is not None,
         cu_seqlens=None if packing is None else packing.cu_seqlens, front=front, norm=norm,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from supra_kernels import resolve_backend
+from supra_kernels import fused_operators
 
 from .feature_maps import DenseReLU, ELUPlusOne, HeadwiseReLU, Hedgehog, Identity
 
@@ -43,12 +43,11 @@ def fuses(layer: SupraLinearAttention, q: Tensor, memory: RecurrentLayer) -> boo
         return False
     if torch.is_grad_enabled() or q.dtype == torch.float64 or not known_maps(layer):
         return False
-    if resolve_backend(layer.backend, q.device) != "triton":
-        return False
-    # Imported here: Triton exists for few platforms, and the choice of the backend says that it does on this one.
-    from supra_kernels.triton_backend.step import why_not_fused
-
-    return why_not_fused(layer.head_dim, layer.config.feature_dim, layer.head_dim) is None
+    kernels = fused_operators(layer.backend, q.device)
+    return (
+        kernels is not None
+        and kernels.why_not_fused(layer.head_dim, layer.config.feature_dim, layer.head_dim) is None
+    )
 
 
 def fused_step(
@@ -60,8 +59,8 @@ def fused_step(
     memory: RecurrentLayer,
 ) -> Tensor:
     """q [B, 1, H, D], k and v [B, 1, G, D] as projected -> output [B, 1, H, D] in v's dtype; `memory` moves on."""
-    from supra_kernels.triton_backend import step
-
+    step = fused_operators(layer.backend, q.device)
+    assert step is not None
     assert memory.recurrent_state is not None
     config, rope = layer.config, layer.config.rope_position
     map_q = layer.feature_map_q
@@ -71,12 +70,12 @@ def fused_step(
         if rope == "before":
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
             rope = "none"
-        q, k = (F.linear(x.flatten(-2), m.weight).view(x.shape) for x, m in ((q, map_q), (k, map_k)))  # type: ignore[arg-type]
+        q, k = (F.linear(x.flatten(-2), m.weight).view(x.shape) for x, m in ((q, map_q), (k, map_k)))
     denominator = config.attention_norm == "denominator"
     plan = step.StepPlan(
-        feature_map=KERNEL_MAPS[type(map_q)],  # type: ignore[arg-type]
-        rope=rope,  # type: ignore[arg-type]
-        norm=config.attention_norm,  # type: ignore[arg-type]
+        feature_map=KERNEL_MAPS[type(map_q)],
+        rope=rope,
+        norm=config.attention_norm,
         # A common factor of numerator and denominator cancels.
         scale=1.0 if denominator else layer.head_dim**-0.5,
         eps=1e-5 if denominator else layer.group_norm.eps,

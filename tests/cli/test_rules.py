@@ -69,7 +69,14 @@ def test_imports_point_one_way(path: Path) -> None:
         forbidden |= reaches(path, "torch", "transformers")
     if name.startswith("supra.models"):
         forbidden |= reaches(
-            path, "supra.config", "supra.train", "supra.convert", "supra.generate", "supra_eval"
+            path,
+            "supra.config",
+            "supra.train",
+            "supra.convert",
+            "supra.generate",
+            "supra_eval",
+            "supra_kernels.triton_backend",
+            "supra_kernels.fla_backend",
         )
     for part in ("train", "convert", "generate"):
         if name == f"supra.{part}" or name.startswith(f"supra.{part}."):

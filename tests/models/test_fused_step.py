@@ -14,6 +14,7 @@ from supra.models import SupraCache, SupraForCausalLM
 from supra_kernels import autograd
 
 step = pytest.importorskip("supra_kernels.triton_backend.step")
+fused = pytest.importorskip("supra_kernels.triton_backend.fused")
 
 MakeModel = Callable[..., SupraForCausalLM]
 SMALL = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
@@ -46,13 +47,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return launch
 
-    monkeypatch.setattr(step, "decode_step", counted("decode_step"))
+    monkeypatch.setattr(fused, "decode_step", counted("decode_step"))
     torch_backend = autograd.BACKENDS["torch"]
     only_step = autograd.Backend(
         torch_backend.linear_attention,
         counted("linear_attention_step"),
         torch_backend.window_attention,
         lambda device: None,
+        fused=autograd.BACKENDS["triton"].fused,
     )
     monkeypatch.setitem(autograd.BACKENDS, "triton", only_step)
     monkeypatch.setattr("supra.models.attention.fuses_sequence", lambda layer, q: False)
