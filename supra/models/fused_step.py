@@ -70,7 +70,7 @@ def fused_step(
         if rope == "before":
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
             rope = "none"
-        q, k = (F.linear(x.flatten(-2), m.weight).view(x.shape) for x, m in ((q, map_q), (k, map_k)))
+        q, k = (F.linear(x.flatten(-2), m.weight).view(x.shape) for x, m in ((q, map_q), (k, map_k)))  # type: ignore[arg-type]
     denominator = config.attention_norm == "denominator"
     plan = step.StepPlan(
         feature_map=KERNEL_MAPS[type(map_q)],
