@@ -1,0 +1,116 @@
+"""How a recipe turns softmax attention into linear attention."""
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from supra.config.fields import Count, Section, comma_list
+
+FeatureMap = Literal["relu_dense", "relu", "hedgehog", "t2r", "elu", "identity"]
+RopePosition = Literal["before", "after"]
+Decay = Literal["none", "alibi", "retnet", "learned"]
+Norm = Literal["group_norm", "denominator"]
+
+
+class _Method(NamedTuple):
+    rope: RopePosition
+    norm: Norm
+    decay: Decay
+
+
+# SUPRA (arXiv 2405.06640): RoPE after φ, ALiBi-type decay, GroupNorm; identity: RetNet; the rest normalise.
+_METHODS: dict[str, _Method] = {
+    "relu_dense": _Method("after", "group_norm", "alibi"),
+    "relu": _Method("after", "group_norm", "alibi"),
+    "identity": _Method("after", "group_norm", "retnet"),
+    "hedgehog": _Method("before", "denominator", "none"),
+    "t2r": _Method("before", "denominator", "none"),
+    "elu": _Method("before", "denominator", "none"),
+}
+
+
+class Conversion(Section):
+    """How softmax attention becomes linear; `null` = the default of the feature map's method."""
+
+    feature_map: FeatureMap = "relu_dense"
+    norm: Norm | None = None
+    rope: RopePosition | None = Field(default=None, validate_default=True)
+    decay: Decay | None = None
+    decay_shared: bool | None = None
+    norm_affine: bool | None = None
+    window: Annotated[Count, Field(ge=0)] | None = None
+    num_sink_tokens: Annotated[Count, Field(ge=0)] | None = (
+        None  # first tokens that stay exact beside the window
+    )
+    keep_softmax: Annotated[tuple[Annotated[Count, Field(ge=0)], ...], BeforeValidator(comma_list)] = ()
+
+    def resolve(self) -> "Conversion":
+        """The same conversion with every `null` filled by its method's default."""
+        return self.model_copy(
+            update={
+                "rope": self.rope or _METHODS[self.feature_map].rope,
+                "decay": self.decay or _METHODS[self.feature_map].decay,
+                "norm": self.norm or _METHODS[self.feature_map].norm,
+                "decay_shared": bool(self.decay_shared),
+                "norm_affine": bool(self.norm_affine),
+                "window": self.window or 0,
+                "num_sink_tokens": self.num_sink_tokens or 0,
+                "keep_softmax": tuple(sorted(set(self.keep_softmax))),
+            }
+        )
+
+    # Validators see the valid ones of the fields above theirs: so each field reports its own conflict.
+    @field_validator("decay_shared")
+    @classmethod
+    def _shared_needs_decay(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and _effective("decay", info.data) == "none":
+            raise ValueError("there is no decay to share: set decay to alibi, retnet or learned")
+        return value
+
+    @field_validator("norm")
+    @classmethod
+    def _denominator_needs_positive_features(cls, value: Norm | None, info: ValidationInfo) -> Norm | None:
+        if value == "denominator" and info.data.get("feature_map") == "identity":
+            raise ValueError(
+                "identity features can be negative, so their denominator can be zero: use group_norm"
+            )
+        return value
+
+    @field_validator("rope")
+    @classmethod
+    def _denominator_needs_rope_before(
+        cls, value: RopePosition | None, info: ValidationInfo
+    ) -> RopePosition | None:
+        rope = _effective("rope", {**info.data, "rope": value})
+        if rope == "after" and _effective("norm", info.data) == "denominator":
+            raise ValueError("RoPE after the features lets the denominator change sign: set rope to before")
+        return value
+
+    @field_validator("norm_affine")
+    @classmethod
+    def _affine_needs_group_norm(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and _effective("norm", info.data) == "denominator":
+            raise ValueError("only group_norm has affine weights")
+        return value
+
+    @field_validator("window")
+    @classmethod
+    def _window_needs_denominator(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and _effective("norm", info.data) == "group_norm":
+            raise ValueError("the window shares a normaliser with the linear part: set norm to denominator")
+        return value
+
+    @field_validator("num_sink_tokens")
+    @classmethod
+    def _sinks_need_window(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and "window" in info.data and not info.data["window"]:
+            raise ValueError("sinks are scored in the window's softmax: set window")
+        return value
+
+
+def _effective(field: str, data: dict[str, Any]) -> str | None:
+    """A method field's value, or its default when null; None when the feature map itself is wrong."""
+    if data.get(field) is not None:
+        return str(data[field])
+    method = _METHODS.get(data.get("feature_map", ""))
+    return getattr(method, field) if method and field in data else None

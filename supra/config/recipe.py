@@ -1,0 +1,98 @@
+"""A whole recipe, how it is loaded, and what of it decides the result."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, field_validator
+
+from supra.config.conversion import Conversion
+from supra.config.data import Data
+from supra.config.fields import Count, Section
+from supra.config.stage import Stage
+
+
+class Recipe(Section):
+    """One documented run; the prose fields say what it does, its source, its cost and what to expect."""
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    source: str = ""
+    cost: str = ""
+    expected: str = ""
+    command: str = ""
+    seed: Annotated[Count, Field(ge=0, lt=2**32)] = 0
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: str = Field(default="auto", min_length=1)
+    adapters: Literal["merge", "keep"] = (
+        "merge"  # in the exported model: folded into the weights, or beside them
+    )
+    conversion: Conversion = Conversion()
+    data: Data
+    stages: tuple[Stage, ...] = Field(min_length=1)
+
+    @field_validator("stages")
+    @classmethod
+    def _names_are_unique(cls, value: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        names = [stage.name for stage in value]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"two stages share the name {', '.join(repeated)}")
+        return value
+
+    def to_yaml(self) -> str:
+        """The whole recipe, defaults included, as YAML that `load` reads back to an equal recipe."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+
+    def hash(self) -> str:
+        """SHA-256 (hex) of everything that changes the result: prose and checkpoint rhythm left out."""
+        return hashlib.sha256(json.dumps(self.decisive(), sort_keys=True).encode()).hexdigest()
+
+    def decisive(self) -> dict[str, Any]:
+        """`{field path: value}` of every leaf that changes the result."""
+        leaves = flatten(self.model_dump(mode="json"))
+        return {path: leaf for path, leaf in leaves.items() if path.split(".")[-1] not in _PROSE}
+
+
+_PROSE = frozenset({"description", "source", "cost", "expected", "command", "checkpoint_every_steps"})
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts and lists as one dict of `a.0.b` paths."""
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)  # type: ignore[assignment]
+    else:
+        return {prefix: value}
+    leaves: dict[str, Any] = {} if value else {prefix: value}
+    for key, inner in items:
+        leaves.update(flatten(inner, f"{prefix}.{key}" if prefix else str(key)))
+    return leaves
+
+
+def conversion_from_options(options: dict[str, Any]) -> tuple[Conversion, str]:
+    """A checked conversion from command-line options, and its YAML with all defaults filled in.
+
+    Raises:
+        UserError: with every problem found.
+    """
+    from supra import recipe_io
+
+    conversion = recipe_io.parse_conversion(options)
+    filled = {"conversion": conversion.resolve().model_dump(mode="json")}
+    return conversion, yaml.safe_dump(filled, sort_keys=False)
+
+
+def load(path_or_name: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """A recipe file, or a shipped recipe by name, with `a.b=c` overrides applied, validated.
+
+    Raises:
+        UserError: not found, not YAML (with the line), or invalid (every error at once).
+    """
+    from supra import recipe_io  # it validates against the models above
+
+    return recipe_io.load(path_or_name, overrides or [])

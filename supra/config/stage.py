@@ -1,0 +1,101 @@
+"""One stage of a recipe: what trains, against which loss, for how long."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from supra.config.data import Data
+from supra.config.fields import Count, PositiveCount, Real, Section
+from supra.config.optimizer import Lora, Optimizer
+
+
+class Stage(Section):
+    """What trains, against which loss, at which length, with which optimiser, for how many tokens."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z][A-Za-z0-9_-]*$"
+    )  # a word, so that `stages.NAME.field=…` can address it
+    trainable: Literal["new", "adapters", "all"]
+    train_new: bool = True  # with adapters: the new parameters train too
+    loss: Literal["attention", "kl", "ce"]
+    attention_target: Literal["after_o_proj", "before_o_proj"] = "after_o_proj"
+    kl_temperature: Annotated[Real, Field(gt=0)] = 1.0
+    length: Annotated[Count, Field(ge=2)]
+    micro_batch_size: PositiveCount = 1
+    tokens_per_step: PositiveCount
+    total_tokens: PositiveCount
+    optimizer: Optimizer
+    lora: Lora | None = None
+    checkpoint_every_steps: PositiveCount = 100
+    data: Data | None = None  # null = the recipe's
+
+    @property
+    def num_steps(self) -> int:
+        return self.total_tokens // self.tokens_per_step
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.tokens_per_step // self.length
+
+    @field_validator("train_new")
+    @classmethod
+    def _train_new_is_for_adapters(cls, value: bool, info: ValidationInfo) -> bool:
+        if not value and info.data.get("trainable") in ("new", "all"):
+            raise ValueError(f"trainable: {info.data['trainable']} always trains the new parameters")
+        return value
+
+    @field_validator("loss")
+    @classmethod
+    def _attention_stays_in_attention(cls, value: str, info: ValidationInfo) -> str:
+        if value == "attention" and info.data.get("trainable") == "all":
+            raise ValueError(
+                "attention transfer reaches attention blocks only: set trainable to new or adapters"
+            )
+        return value
+
+    @field_validator("attention_target", "kl_temperature")
+    @classmethod
+    def _option_of_another_loss(cls, value: Any, info: ValidationInfo) -> Any:
+        wanted = {"attention_target": "attention", "kl_temperature": "kl"}[str(info.field_name)]
+        is_default = value == cls.model_fields[str(info.field_name)].default
+        if "loss" in info.data and info.data["loss"] != wanted and not is_default:
+            raise ValueError(f"used only with loss: {wanted}")
+        return value
+
+    @field_validator("tokens_per_step")
+    @classmethod
+    def _whole_micro_batches(cls, value: int, info: ValidationInfo) -> int:
+        if "length" in info.data and "micro_batch_size" in info.data:
+            unit = info.data["length"] * info.data["micro_batch_size"]
+            if value % unit:
+                nearest = max(1, round(value / unit)) * unit
+                raise ValueError(
+                    f"must be a multiple of length × micro_batch_size = {unit}; nearest is {nearest}"
+                )
+        return value
+
+    @field_validator("total_tokens")
+    @classmethod
+    def _at_least_one_step(cls, value: int, info: ValidationInfo) -> int:
+        if value < info.data.get("tokens_per_step", 0):
+            raise ValueError(f"less than one step of {info.data['tokens_per_step']} tokens")
+        return value
+
+    @field_validator("optimizer")
+    @classmethod
+    def _warmup_inside_stage(cls, value: Optimizer, info: ValidationInfo) -> Optimizer:
+        if "total_tokens" in info.data and "tokens_per_step" in info.data:
+            steps = info.data["total_tokens"] // info.data["tokens_per_step"]
+            if value.warmup_steps and value.warmup_steps >= steps:
+                message = f"must end within the stage's {steps} steps"
+                # The context carries the field, so that the report names it and not its whole section.
+                raise PydanticCustomError("in_field", message, {"field": "warmup_steps"})  # type: ignore[arg-type]
+        return value
+
+    @field_validator("lora")
+    @classmethod
+    def _lora_is_for_adapters(cls, value: Lora | None, info: ValidationInfo) -> Lora | None:
+        if value is not None and info.data.get("trainable") in ("new", "all"):
+            raise ValueError("used only with trainable: adapters")
+        return value
