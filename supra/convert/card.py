@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from supra.config import Conversion
-from supra.convert.headers import INDEX_NAME
 from supra.convert.plan import Plan
 from supra.convert.render import human_bytes
 from supra.convert.shard_writer import HASH_NAME
+from supra.weights.headers import INDEX_NAME
 
 CARD = """---
 library_name: transformers

@@ -23,10 +23,10 @@ import numpy as np
 
 from supra.architectures import ARCHITECTURES, Architecture, find
 from supra.convert.gguf_tokenizer import check_tokenizer, write_tokenizer
-from supra.convert.headers import TensorInfo
 from supra.convert.shard_writer import CancelledError, Hash, OnBytes, ShardWriter, file_bytes, hash_file
 from supra.convert.source import Shard, Source
 from supra.errors import UserError
+from supra.weights.headers import TensorInfo
 
 GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from supra.convert.headers import TensorInfo, read_json, shard_names
 from supra.convert.shard_writer import Hash, OnBytes, disk_error, header_bytes
 from supra.convert.source import (
     SMALL_FILES,
@@ -19,6 +18,7 @@ from supra.convert.source import (
     tokenizer_notes,
 )
 from supra.errors import SupraError, UserError
+from supra.weights.headers import TensorInfo, read_json, shard_names
 
 WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 

@@ -8,7 +8,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from supra.convert.headers import TensorInfo, index_map, read_json, shard_names
 from supra.convert.shard_writer import (
     CancelledError,
     Hash,
@@ -20,6 +19,7 @@ from supra.convert.shard_writer import (
 )
 from supra.convert.source import Shard, Source, check_shards, copy_small_files, small_files, tokenizer_notes
 from supra.errors import UserError
+from supra.weights.headers import TensorInfo, index_map, read_json, shard_names
 
 SINGLE_NAME, INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # A mapped file counts as memory for as long as it stays open: open it anew after so many bytes.

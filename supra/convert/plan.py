@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from supra.architectures import DROPPABLE_SUFFIXES
 from supra.config import Conversion
-from supra.convert.headers import TensorInfo
 from supra.convert.shard_writer import file_bytes
 from supra.convert.source import Source, open_source
 from supra.convert.student import softmax_layer_types, student_config, teacher_config, teacher_notes
 from supra.errors import UserError
+from supra.weights.headers import TensorInfo
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from supra.convert.headers import TensorInfo
+from supra.weights.headers import TensorInfo
 
 if TYPE_CHECKING:
     from supra.convert.plan import Plan

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from supra.convert.headers import TensorInfo
 from supra.errors import SupraError
+from supra.weights.headers import TensorInfo
 
 if TYPE_CHECKING:
     import torch

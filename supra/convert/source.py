@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from supra.convert.headers import INDEX_NAME, TensorInfo, index_map, read_header, read_json, shard_names
 from supra.convert.shard_writer import Hash, OnBytes, copy_file
 from supra.errors import UserError
+from supra.weights.headers import INDEX_NAME, TensorInfo, index_map, read_header, read_json, shard_names
 
 # What travels with the weights; never code.
 SMALL_FILES = (

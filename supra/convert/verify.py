@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from supra.convert.headers import TensorInfo, index_map, read_header
 from supra.convert.plan import FLOAT_DTYPES, Plan
 from supra.convert.shard_writer import hash_file
 from supra.convert.write import COPY_THREADS, Meter, Progress
 from supra.errors import SupraError
+from supra.weights.headers import TensorInfo, index_map, read_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,7 +122,7 @@ def _broken_tensor_hint(places: dict[str, tuple[Path, TensorInfo]]) -> str:
     """Say which tensor holds NaN or infinity, if one does."""
     import torch
 
-    from supra.convert.streamed import TensorReader
+    from supra.weights.reader import TensorReader
 
     name = TensorReader(places, torch.float32).first_broken()
     if name is None:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from supra.config import Conversion
 from supra.convert import execute, make_plan
-from supra.convert.headers import read_header
 from supra.errors import UserError
+from supra.weights.headers import read_header
 
 
 class FakeHub:

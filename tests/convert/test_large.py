@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from supra.config import Conversion
 from supra.convert import execute, make_plan
-from supra.convert.headers import TensorInfo
 from supra.convert.shard_writer import ShardWriter
+from supra.weights.headers import TensorInfo
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from supra.config import Conversion
 from supra.convert import execute, make_plan
 from supra.convert.card import model_card
-from supra.convert.headers import read_header
 from supra.convert.shard_writer import file_bytes, header_bytes
 from supra.errors import UserError
+from supra.weights.headers import read_header
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -104,7 +104,7 @@ def fake_checkpoint(folder: Path, config: dict[str, Any]) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from supra.convert.headers import TensorInfo
+    from supra.weights.headers import TensorInfo
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))

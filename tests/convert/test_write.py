@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from supra.config import Conversion
 from supra.convert import execute, make_plan, shard_writer
 from supra.convert import write as write_module
-from supra.convert.headers import TensorInfo, read_header
 from supra.convert.shard_writer import ShardWriter, copy_file, hash_file, tensor_blocks
 from supra.errors import SupraError
 from supra.models import is_new_parameter
+from supra.weights.headers import TensorInfo, read_header
 
 CONVERSIONS = {
     "paper": Conversion(),
@@ -191,11 +191,12 @@ def test_a_byte_changed_after_writing_is_found(
 def test_large_models_are_verified_by_streaming_and_give_the_same_logits(
     make_teacher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from supra.convert import streamed, verify
+    from supra.convert import verify
     from supra.convert.plan import FLOAT_DTYPES
+    from supra.weights import reader
 
     monkeypatch.setattr(verify, "RELOAD_BYTES", 0)
-    monkeypatch.setattr(streamed, "BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr(reader, "BLOCK_ELEMENTS", 100)
     seen = []
     original = verify._streamed_logits
     monkeypatch.setattr(verify, "_streamed_logits", lambda *args: seen.append(original(*args)) or seen[-1])
