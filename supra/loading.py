@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from supra_kernels import BackendError
+from supra_kernels import BackendError, resolve_backend
 
 from .checks import require_dtype, require_model_folder
 from .errors import SupraError, UserError
@@ -90,14 +90,53 @@ def load_model(
     model = model.to(where).eval()
     runs = "none"
     if isinstance(model, models.SupraForCausalLM):
-        try:
-            runs = model.set_backend(backend)
-        except BackendError as error:
-            raise UserError(
-                f"backend {backend!r}", str(error), "See `supra doctor` for what runs here"
-            ) from error
+        runs = require_backend(backend, where)
+        model.set_backend(runs)
     attention = model.config._attn_implementation
     return Loaded(model, load_tokenizer(path) if tokenizer else None, where, dtype, runs, attention)
+
+
+def load_outline(path: Path, *, device: str, backend: str) -> Loaded:
+    """A converted model without its weights (on the meta device), checked against the headers of its files.
+
+    Raises:
+        UserError: no model folder at `path`, a device or backend that is not here, or files that do not hold the model.
+    """
+    from transformers import AutoConfig
+
+    from . import models
+    from .weights.reader import tensor_places
+
+    require_model_folder(path)
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if not isinstance(config, models.SupraConfig):
+        raise UserError(str(path), "it is not a converted model", "Run `supra convert` first.")
+    with torch.device("meta"):
+        model = models.SupraForCausalLM(config)
+    found = {name: info.shape for name, (_, info) in tensor_places(path).items()}
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    odd = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    if odd:
+        raise UserError(
+            str(path), f"its files do not hold the model: {', '.join(odd[:5])}", "Convert it again"
+        )
+    where = resolve_device(device)
+    runs, attention = require_backend(backend, where), model.config._attn_implementation
+    return Loaded(model.eval(), load_tokenizer(path), where, "float32", runs, attention)
+
+
+def require_backend(backend: str, device: str) -> str:
+    """The kernel backend that will run on `device`.
+
+    Raises:
+        UserError: it is unknown or cannot run here.
+    """
+    try:
+        return resolve_backend(backend, torch.device(device))
+    except BackendError as error:
+        raise UserError(
+            f"backend {backend!r}", str(error), "See `supra doctor` for what runs here"
+        ) from error
 
 
 def load_tokenizer(path: Path) -> Any:

@@ -36,11 +36,13 @@ class Recipe(Section):
 
     @field_validator("stages")
     @classmethod
-    def _names_are_unique(cls, value: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    def _stages_fit_together(cls, value: tuple[Stage, ...]) -> tuple[Stage, ...]:
         names = [stage.name for stage in value]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"two stages share the name {', '.join(repeated)}")
+        if late := [stage.name for stage in value[1:] if stage.layerwise]:
+            raise ValueError(f"only the first stage can be layerwise, not {', '.join(late)}")
         return value
 
     def to_yaml(self) -> str:

@@ -19,6 +19,7 @@ class Stage(Section):
     trainable: Literal["new", "adapters", "all"]
     train_new: bool = True  # with adapters: the new parameters train too
     loss: Literal["attention", "kl", "ce"]
+    layerwise: bool = False  # one layer after the other, in the memory of the largest layer; first stage only
     attention_target: Literal["after_o_proj", "before_o_proj"] = "after_o_proj"
     kl_temperature: Annotated[Real, Field(gt=0)] = 1.0
     length: Annotated[Count, Field(ge=2)]
@@ -52,6 +53,13 @@ class Stage(Section):
             raise ValueError(
                 "attention transfer reaches attention blocks only: set trainable to new or adapters"
             )
+        return value
+
+    @field_validator("layerwise")
+    @classmethod
+    def _layers_learn_alone(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and (info.data.get("trainable"), info.data.get("loss")) != ("new", "attention"):
+            raise ValueError("only attention transfer of the new parameters works layer by layer")
         return value
 
     @field_validator("attention_target", "kl_temperature")

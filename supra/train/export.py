@@ -3,36 +3,38 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
+from torch import Tensor
 
 from supra.config import Recipe
 from supra.errors import SupraError
 from supra.models import SupraForCausalLM
 from supra.train.checkpoint import sync_folder
 from supra.train.run_folder import versions, write_whole
+from supra.weights.headers import INDEX_NAME
+from supra.weights.reader import TORCH_DTYPES, tensor_places
 
 _FP32_MODULES = ("decay", "window_mix")  # kept in fp32 whatever the weights' dtype, as the model loads them
 _OURS = {"config.json", "README.md", "recipe.yaml", "supra.json", "model.safetensors.index.json"}
 
 
 def export_model(
-    student: SupraForCausalLM,
-    adapters: PeftModel | None,
+    write_weights: Callable[[Path, Path], None],
     *,
     recipe: Recipe,
     model_dir: Path,
     target: Path,
     training: dict[str, Any],
 ) -> Path:
-    """Write `target` beside, then rename it.
+    """Write `target` beside, then rename it; `write_weights(model_dir, folder)` writes weights and config.json.
 
-    Weights have the dtype of the conversion in `model_dir`, whose tokenizer and other files come along.
-    Adapters, where they are kept, lie in `target/adapter` for peft.
+    The tokenizer and other files of the conversion in `model_dir` come along.
 
     Raises:
         SupraError: it cannot be written.
@@ -41,12 +43,7 @@ def export_model(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        if adapters is not None:
-            adapters.peft_config["default"].base_model_name_or_path = str(target)
-            adapters.save_pretrained(str(partial / "adapter"), save_embedding_layers=False)
-            (partial / "adapter" / "README.md").unlink(missing_ok=True)  # peft's empty template
-            adapters.unload()
-        _write_weights(student, model_dir, partial)
+        write_weights(model_dir, partial)
         _copy_the_rest(model_dir, partial)
         _write_documents(recipe, model_dir, partial, training)
         _share_with_group(partial)
@@ -58,6 +55,34 @@ def export_model(
             str(target), f"the model cannot be written ({error})", "Free some space, then run with --resume."
         ) from None
     return target
+
+
+def write_student(
+    student: SupraForCausalLM, adapters: PeftModel | None, model_dir: Path, folder: Path
+) -> None:
+    """The trained model in the dtype of the conversion; adapters that are kept lie in `folder/adapter` for peft."""
+    if adapters is not None:
+        # The folder is renamed to that of the finished model.
+        adapters.peft_config["default"].base_model_name_or_path = str(folder.with_suffix(""))
+        adapters.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
+        (folder / "adapter" / "README.md").unlink(missing_ok=True)  # peft's empty template
+        adapters.unload()
+    _write_weights(student, model_dir, folder)
+
+
+def patch_weights(tensors: dict[str, Tensor], model_dir: Path, folder: Path) -> None:
+    """The conversion's files as they are, but for the bytes of `tensors`: the model is never in memory."""
+    places = tensor_places(model_dir)
+    for path in sorted({path for path, _ in places.values()}):
+        shutil.copyfile(path, folder / path.name)
+    for name, tensor in tensors.items():
+        path, info = places[name]
+        with open(folder / path.name, "r+b") as file:
+            file.seek(info.start)
+            file.write(tensor.to(TORCH_DTYPES[info.dtype]).contiguous().view(torch.uint8).numpy().data)
+    for name in ("config.json", INDEX_NAME):
+        if (model_dir / name).exists():
+            shutil.copyfile(model_dir / name, folder / name)
 
 
 def _share_with_group(folder: Path) -> None:

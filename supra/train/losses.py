@@ -41,6 +41,9 @@ class StageLoss:
         accelerator: Accelerator,
     ) -> None:
         self.stage, self.student, self.teacher, self.accelerator = stage, student, teacher, accelerator
+        self.num_linear_layers = (
+            student.config.num_linear_layers
+        )  # over which attention transfer takes its mean
 
     def __call__(self, batch: Batch, num_targets: int) -> Tensor:
         """Accumulate d(sum over the batch / num_targets) and return that loss as a detached fp32 scalar."""
@@ -63,7 +66,7 @@ class StageLoss:
         handles = probe.attach(self.teacher, self.student)
         try:
             with torch.no_grad(), self.accelerator.autocast():
-                self.teacher.model(**_inputs(batch))
+                self.teacher.model(**model_inputs(batch))
         finally:
             for handle in handles:
                 handle.remove()
@@ -74,7 +77,7 @@ class StageLoss:
         assert self.teacher is not None
         teacher, temperature = self.teacher, self.stage.kl_temperature
         with torch.no_grad(), self.accelerator.autocast():
-            target_hidden = teacher.model(**_inputs(batch)).last_hidden_state.flatten(0, 1)
+            target_hidden = teacher.model(**model_inputs(batch)).last_hidden_state.flatten(0, 1)
 
         def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
             with self.accelerator.autocast():
@@ -111,7 +114,7 @@ class StageLoss:
         and fp32 need no loss scaling, so nothing of Accelerate's backward is missing.
         """
         with self.accelerator.autocast():
-            body = self.student.model(**_inputs(batch)).last_hidden_state.flatten(0, 1)
+            body = self.student.model(**model_inputs(batch)).last_hidden_state.flatten(0, 1)
         leaf = body.detach().requires_grad_()
         total = torch.zeros((), device=body.device)
         chunk = max(1, _CHUNK_ELEMENTS // self.student.config.vocab_size)
@@ -132,8 +135,7 @@ class _AttentionProbe:
 
     def __init__(self, owner: StageLoss, batch: Batch, share: float) -> None:
         self.owner, self.batch = owner, batch
-        self.num_layers = owner.student.config.num_linear_layers
-        self.weight = share / self.num_layers
+        self.weight = share / owner.num_linear_layers
         self.total = torch.zeros((), device=batch.input_ids.device)
         config = owner.student.config
         B, T = batch.input_ids.shape
@@ -183,7 +185,7 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     return F.log_softmax(logits, dim=-1)
 
 
-def _inputs(batch: Batch) -> dict[str, Any]:
+def model_inputs(batch: Batch) -> dict[str, Any]:
     return {
         "input_ids": batch.input_ids,
         "position_ids": batch.position_ids,

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,22 @@ class StepResult:
     grad_norm: float
     lr: float
     num_tokens: int
+
+
+def metrics_row(
+    stage: str, stage_step: int, step: int, result: StepResult, tokens_per_second: float
+) -> dict[str, Any]:
+    """A step's line in `metrics.jsonl`; `step` counts over all stages."""
+    return {
+        "step": step,
+        "stage": stage,
+        "stage_step": stage_step,
+        "tokens": result.num_tokens,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "tokens_per_second": round(tokens_per_second, 1),
+    }
 
 
 class StageRunner:

@@ -6,9 +6,11 @@ Notable:
 - everything is checked and the text tokenised before the run folder is made: bad input leaves nothing behind.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,16 @@ from accelerate import Accelerator
 from supra.config import Conversion, Recipe
 from supra.console import speaks
 from supra.errors import SupraError, UserError
-from supra.loading import load_model
+from supra.loading import load_model, load_outline
 from supra.models import SupraConfig, SupraForCausalLM
 from supra.train import checkpoint
 from supra.train.checkpoint import Checkpoint, Position
-from supra.train.export import export_model
+from supra.train.export import export_model, patch_weights, write_student
+from supra.train.layerwise import transfer_layerwise
 from supra.train.parallel import Processes
 from supra.train.precision import Precision, make_accelerator
 from supra.train.run_folder import check_new_or_resumed, open_run
-from supra.train.stage import StageRunner, StepResult, changed_tensors, put_tensors
+from supra.train.stage import StageRunner, StepResult, changed_tensors, metrics_row, put_tensors
 from supra.train.teacher import build_teacher, without_adapters
 from supra.train.tokens import TokenStore, load_tokens
 from supra.train.tracking import Metrics, Reporter, read_metrics
@@ -50,9 +53,48 @@ class Prepared:
     def processes(self) -> Processes:
         return Processes(self.accelerator)
 
+    def load_student(self) -> None:
+        """The weights themselves, in place of the outline."""
+        device = str(self.accelerator.device.type)
+        self.student = load_model(
+            self.model_dir, device=device, dtype="float32", backend=self.backend, tokenizer=False
+        ).model
+
     @property
     def data_keys(self) -> dict[str, str]:
         return {stage.name: store.key for stage, store in zip(self.recipe.stages, self.stores, strict=True)}
+
+    def training_facts(self, run_dir: Path) -> dict[str, Any]:
+        """What the exported model's card and `supra.json` say of the training."""
+        rows, stages = read_metrics(run_dir), []
+        for stage in self.recipe.stages:
+            # A layerwise stage has a row of each step for every layer.
+            losses = [
+                statistics.fmean(
+                    row["loss"] for row in rows if (row["stage"], row["stage_step"]) == (stage.name, step)
+                )
+                for step in (1, stage.num_steps)
+            ]
+            stages.append(
+                {
+                    "name": stage.name,
+                    "trainable": stage.trainable,
+                    "loss": stage.loss,
+                    "steps": stage.num_steps,
+                    "tokens": stage.num_steps * stage.tokens_per_step,
+                    "first_loss": losses[0],
+                    "last_loss": losses[1],
+                }
+            )
+        return {
+            "seed": self.recipe.seed,
+            "tokens_trained": sum(stage["tokens"] for stage in stages),
+            "precision": str(self.precision),
+            "device": str(self.accelerator.device),
+            "backend": self.backend,
+            "processes": self.processes.count,
+            "stages": stages,
+        }
 
     def describe(self) -> str:
         """One line naming what runs."""
@@ -71,9 +113,9 @@ def prepare(recipe: Recipe, model_dir: Path, reporter: Reporter) -> Prepared:
         UserError: the model is not converted or not as the recipe says, or the text is missing or too short.
     """
     accelerator, precision = make_accelerator(recipe)
-    loaded = load_model(
-        model_dir, device=str(accelerator.device.type), dtype="float32", backend=recipe.backend
-    )
+    # A layerwise stage does without the whole model: only its outline is needed so far.
+    load = load_outline if recipe.stages[0].layerwise else partial(load_model, dtype="float32")
+    loaded = load(model_dir, device=str(accelerator.device.type), backend=recipe.backend)
     if not isinstance(loaded.model, SupraForCausalLM):
         raise UserError(str(model_dir), "it is not a converted model", "Run `supra convert` first.")
     check_conversion(recipe.conversion, loaded.model.config)
@@ -132,6 +174,11 @@ def run_training(
             reporter.say(f"this run is finished: {run_dir / 'model'}")
             return run_dir / "model"
         reporter.say(prepared.describe())
+        if recipe.stages[0].layerwise:
+            transfer_layerwise(prepared, run_dir, reporter)
+            if len(recipe.stages) == 1:
+                return export_transferred(prepared, run_dir)
+            prepared.load_student()
         return _Run(prepared, run_dir, reporter, on_stage_end).run()
     finally:
         if lock is not None:
@@ -162,6 +209,19 @@ def check_conversion(conversion: Conversion, config: SupraConfig) -> None:
             f"it was not converted by this recipe: {'; '.join(differing)}",
             "Convert it with the recipe.",
         )
+
+
+def export_transferred(prepared: Prepared, run_dir: Path) -> Path:
+    """The model of a run that was one layerwise stage: the conversion's files with the new tensors replaced."""
+    saved = checkpoint.load_newest(run_dir, lambda _: None)
+    assert saved is not None
+    return export_model(
+        partial(patch_weights, saved.model),
+        recipe=prepared.recipe,
+        model_dir=prepared.model_dir,
+        target=run_dir / "model",
+        training=prepared.training_facts(run_dir),
+    )
 
 
 class _Run:
@@ -224,18 +284,7 @@ class _Run:
 
     def _record(self, stage: str, position: Position, result: StepResult, rate: float) -> None:
         if self.metrics is not None:
-            self.metrics.write(
-                {
-                    "step": position.global_step,
-                    "stage": stage,
-                    "stage_step": position.step,
-                    "tokens": result.num_tokens,
-                    "loss": result.loss,
-                    "grad_norm": result.grad_norm,
-                    "lr": result.lr,
-                    "tokens_per_second": round(rate, 1),
-                }
-            )
+            self.metrics.write(metrics_row(stage, position.step, position.global_step, result, rate))
 
     def _step(self, runner: StageRunner, position: Position) -> StepResult:
         try:
@@ -273,35 +322,10 @@ class _Run:
         )
 
     def _export(self) -> Path:
-        rows = read_metrics(self.run_dir)
-        stages = []
-        for stage in self.recipe.stages:
-            losses = [row["loss"] for row in rows if row["stage"] == stage.name]
-            stages.append(
-                {
-                    "name": stage.name,
-                    "trainable": stage.trainable,
-                    "loss": stage.loss,
-                    "steps": stage.num_steps,
-                    "tokens": stage.num_steps * stage.tokens_per_step,
-                    "first_loss": losses[0],
-                    "last_loss": losses[-1],
-                }
-            )
-        training = {
-            "seed": self.recipe.seed,
-            "tokens_trained": sum(stage.num_steps * stage.tokens_per_step for stage in self.recipe.stages),
-            "precision": str(self.prepared.precision),
-            "device": str(self.prepared.accelerator.device),
-            "backend": self.prepared.backend,
-            "processes": self.processes.count,
-            "stages": stages,
-        }
         return export_model(
-            self.student,
-            self.adapters,
+            partial(write_student, self.student, self.adapters),
             recipe=self.recipe,
             model_dir=self.prepared.model_dir,
             target=self.run_dir / "model",
-            training=training,
+            training=self.prepared.training_facts(self.run_dir),
         )
