@@ -14,9 +14,8 @@ from accelerate import Accelerator
 
 from supra.config import Optimizer, Stage
 from supra.models import SupraForCausalLM, is_new_parameter
-from supra.train import losses
 from supra.train.data import Batch, PackedData
-from supra.train.losses import StageLoss
+from supra.train.losses import StageLoss, logits
 from supra.train.optim import build_optimizer, lr_multiplier
 from supra.train.stage import put_tensors
 from supra.train.teacher import build_teacher
@@ -118,13 +117,13 @@ def test_attention_transfer_equals_the_plain_computation(
 def test_kl_equals_the_plain_computation_in_any_chunk(
     tiny: ModuleType, student: SupraForCausalLM, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", 5 * 512)
+    monkeypatch.setattr(logits, "_CHUNK_ELEMENTS", 5 * 512)
     loss, found = run(tiny, student, batch, loss="kl", trainable="all", kl_temperature=2.0)
     teacher = build_teacher(student)
     with torch.no_grad():
         target = F.log_softmax(forward(teacher, batch).logits / 2, dim=-1)
-    logits = F.log_softmax(forward(student, batch).logits / 2, dim=-1)
-    expected = 4 * (target.exp() * (target - logits)).sum(-1).mean()
+    ours = F.log_softmax(forward(student, batch).logits / 2, dim=-1)
+    expected = 4 * (target.exp() * (target - ours)).sum(-1).mean()
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-4)
     assert_same(found, gradients(student))
@@ -133,7 +132,7 @@ def test_kl_equals_the_plain_computation_in_any_chunk(
 def test_ce_equals_the_plain_computation_and_stops_at_document_ends(
     tiny: ModuleType, student: SupraForCausalLM, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", 7 * 512)
+    monkeypatch.setattr(logits, "_CHUNK_ELEMENTS", 7 * 512)
     loss, found = run(tiny, student, batch, loss="ce", trainable="all")
     log_probabilities = F.log_softmax(forward(student, batch).logits, dim=-1).flatten(0, 1)
     ends = set((batch.cu_seqlens[1:] - 1).tolist())

@@ -1,0 +1,37 @@
+"""What every loss of a stage reads: the stage, the two models and how this process computes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from supra.config import Stage
+from supra.models import SupraForCausalLM
+from supra.train.data import Batch
+
+
+@dataclass(frozen=True)
+class LossContext:
+    """The models of one stage; `teacher` is None where the loss needs none."""
+
+    stage: Stage
+    student: SupraForCausalLM
+    teacher: SupraForCausalLM | None
+    accelerator: Accelerator
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of a part of the step's loss, if anything that trains had a share in it."""
+        if loss.requires_grad:
+            # Accelerate divides by the number of micro-batches; a loss here is its part of the step's mean already.
+            self.accelerator.backward(loss * self.accelerator.gradient_accumulation_steps)
+
+
+def model_inputs(batch: Batch) -> dict[str, Any]:
+    """The arguments with which a model reads a batch."""
+    return {
+        "input_ids": batch.input_ids,
+        "position_ids": batch.position_ids,
+        "cu_seqlens": batch.cu_seqlens,
+        "use_cache": False,
+    }
