@@ -84,13 +84,17 @@ class Stage(Section):
 
     @field_validator("optimizer")
     @classmethod
-    def _warmup_inside_stage(cls, value: Optimizer, info: ValidationInfo) -> Optimizer:
+    def _schedule_fits_stage(cls, value: Optimizer, info: ValidationInfo) -> Optimizer:
         if "total_tokens" in info.data and "tokens_per_step" in info.data:
             steps = info.data["total_tokens"] // info.data["tokens_per_step"]
             if value.warmup_steps and value.warmup_steps >= steps:
-                message = f"must end within the stage's {steps} steps"
-                # The context carries the field, so that the report names it and not its whole section.
-                raise PydanticCustomError("in_field", message, {"field": "warmup_steps"})  # type: ignore[arg-type]
+                raise _in_field("warmup_steps", f"must end within the stage's {steps} steps")
+            falling = value.decay_steps(steps)
+            if value.schedule == "wsd" and value.warmup_steps + falling > steps:
+                message = (
+                    f"{value.warmup_steps} warm-up and {falling} falling steps exceed the stage's {steps}"
+                )
+                raise _in_field("decay_ratio", message)
         return value
 
     @field_validator("lora")
@@ -99,3 +103,8 @@ class Stage(Section):
         if value is not None and info.data.get("trainable") in ("new", "all"):
             raise ValueError("used only with trainable: adapters")
         return value
+
+
+def _in_field(field: str, message: str) -> PydanticCustomError:
+    """An error of a section that names one field of it; the report reads the field from the context."""
+    return PydanticCustomError("in_field", message, {"field": field})  # type: ignore[arg-type]

@@ -36,6 +36,12 @@ OVERRIDES = [
         "stages.0.optimizer.warmup_steps=9999",
         ["optimizer.warmup_steps = 9999", "within the stage"],
     ),
+    ("stages.0.optimizer.decay_ratio=0.5", ["optimizer.decay_ratio = 0.5", "schedule: wsd"]),
+    ("stages.0.optimizer={lr: 1, schedule: wsd, decay_ratio: 0}", ["decay_ratio = 0", "greater than 0"]),
+    (
+        "stages.0.optimizer={lr: 1, schedule: wsd, decay_ratio: 1, warmup_steps: 1}",
+        ["stages.transfer.optimizer.decay_ratio = 1", "1 warm-up and", "exceed the stage's"],
+    ),
     ("stages.0.optimizer.betas=[0.9]", ["stages.transfer.optimizer.betas"]),
     ("stages.0.trainable=all", ["stages.transfer.loss", "new or adapters"]),
     ("stages.0.lora.rank=4", ["stages.transfer.lora", "trainable: adapters"]),

@@ -231,6 +231,17 @@ def test_schedule(schedule: str) -> None:
         assert rates[9] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 5 / 15)) / 2)
 
 
+@pytest.mark.parametrize("decay_ratio", [0.05, 0.25, 0.8])
+def test_wsd_stays_up_then_falls_in_the_last_share_of_the_steps(decay_ratio: float) -> None:
+    given = {"lr": 1, "schedule": "wsd", "warmup_steps": 4, "min_lr_ratio": 0.1, "decay_ratio": decay_ratio}
+    rates = [lr_multiplier(Optimizer.model_validate(given), step, 20) for step in range(20)]
+    falling = round(20 * decay_ratio)
+    assert rates[: 20 - falling] == [0.25, 0.5, 0.75, *[1.0] * (17 - falling)]
+    expected = [0.1 + 0.9 * (1 - math.sqrt(n / falling)) for n in range(1, falling + 1)]
+    assert rates[20 - falling :] == pytest.approx(expected)
+    assert rates[-1] == pytest.approx(0.1)
+
+
 def test_new_parameters_have_a_rate_of_their_own(tiny: ModuleType, student: SupraForCausalLM) -> None:
     config = Optimizer.model_validate({"lr": 1e-4, "new_lr_ratio": 10, "weight_decay": 0.1})
     optimizer = build_optimizer(config, dict(student.named_parameters()))
