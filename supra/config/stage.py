@@ -9,6 +9,8 @@ from supra.config.data import Data
 from supra.config.fields import Count, PositiveCount, Real, Section
 from supra.config.optimizer import Lora, Optimizer
 
+_LOSS_OF_OPTION = {"attention_target": "attention", "kl_temperature": "kl", "ce_weight": "kl"}
+
 
 class Stage(Section):
     """What trains, against which loss, at which length, with which optimiser, for how many tokens."""
@@ -21,6 +23,7 @@ class Stage(Section):
     loss: Literal["attention", "kl", "ce"]
     attention_target: Literal["after_o_proj", "before_o_proj"] = "after_o_proj"
     kl_temperature: Annotated[Real, Field(gt=0)] = 1.0
+    ce_weight: Annotated[Real, Field(ge=0, lt=1)] = 0.0  # of kl: (1 − ce_weight)·KL + ce_weight·cross-entropy
     length: Annotated[Count, Field(ge=2)]
     micro_batch_size: PositiveCount = 1
     tokens_per_step: PositiveCount
@@ -54,10 +57,10 @@ class Stage(Section):
             )
         return value
 
-    @field_validator("attention_target", "kl_temperature")
+    @field_validator(*_LOSS_OF_OPTION)
     @classmethod
     def _option_of_another_loss(cls, value: Any, info: ValidationInfo) -> Any:
-        wanted = {"attention_target": "attention", "kl_temperature": "kl"}[str(info.field_name)]
+        wanted = _LOSS_OF_OPTION[str(info.field_name)]
         is_default = value == cls.model_fields[str(info.field_name)].default
         if "loss" in info.data and info.data["loss"] != wanted and not is_default:
             raise ValueError(f"used only with loss: {wanted}")

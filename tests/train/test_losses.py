@@ -129,6 +129,42 @@ def test_kl_equals_the_plain_computation_in_any_chunk(
     assert_same(found, gradients(student))
 
 
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_kl_mixes_with_cross_entropy_as_the_plain_formula_does(
+    tiny: ModuleType,
+    student: SupraForCausalLM,
+    batch: Batch,
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: float,
+) -> None:
+    monkeypatch.setattr(logits, "_CHUNK_ELEMENTS", 5 * 512)
+    changes = {"kl_temperature": temperature, "ce_weight": 0.3}
+    loss, found = run(tiny, student, batch, loss="kl", trainable="all", **changes)
+    with torch.no_grad():
+        target = F.log_softmax(forward(build_teacher(student), batch).logits.double() / temperature, dim=-1)
+    raw = forward(student, batch).logits.double()
+    divergence = F.kl_div(
+        F.log_softmax(raw / temperature, dim=-1), target, log_target=True, reduction="none"
+    ).sum(-1)
+    ce = F.cross_entropy(raw.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
+    expected = 0.7 * temperature**2 * divergence.mean() + 0.3 * ce
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert_same(found, gradients(student))
+
+
+def test_the_gradient_of_a_chunk_is_that_of_autograd_in_fp64(batch: Batch) -> None:
+    """`labels` hold ends of documents, where cross-entropy has no gradient."""
+    targets = logits._ce_of_chunk(batch, 7)
+    raw = torch.randn(24, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    raw.requires_grad_()
+    F.cross_entropy(raw, batch.labels.flatten(), ignore_index=-100, reduction="sum").div(7).backward()
+    assert raw.grad is not None
+    _, gradient = targets(raw.detach().float(), slice(0, 24))
+    torch.testing.assert_close(gradient.double(), raw.grad, rtol=1e-5, atol=1e-8)
+    assert (gradient[batch.labels.flatten() == -100] == 0).all()
+
+
 def test_ce_equals_the_plain_computation_and_stops_at_document_ends(
     tiny: ModuleType, student: SupraForCausalLM, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

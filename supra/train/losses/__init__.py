@@ -12,7 +12,7 @@ from supra.config import Stage
 from supra.models import SupraForCausalLM
 from supra.train.data import IGNORED, Batch
 from supra.train.losses.attention import attention_loss
-from supra.train.losses.context import LossContext
+from supra.train.losses.context import LossContext, Targets
 from supra.train.losses.logits import ce_loss, kl_loss
 
 _LOSSES = {"attention": attention_loss, "kl": kl_loss, "ce": ce_loss}
@@ -33,12 +33,13 @@ class StageLoss:
     ) -> None:
         self.context = LossContext(stage, student, teacher, accelerator)
 
-    def __call__(self, batch: Batch, num_targets: int) -> Tensor:
-        """Accumulate d(sum over the batch / num_targets) and return that loss as a detached fp32 scalar."""
-        return _LOSSES[self.context.stage.loss](self.context, batch, num_targets)
+    def __call__(self, batch: Batch, targets: Targets) -> Tensor:
+        """Accumulate d(sum over the batch / number of targets); return that loss as a detached fp32 scalar."""
+        return _LOSSES[self.context.stage.loss](self.context, batch, targets)
 
-    def num_targets(self, batches: list[Batch]) -> int:
-        """How many tokens of a step's batches the loss averages over."""
-        if self.context.stage.loss == "ce":
-            return max(1, sum(int((batch.labels != IGNORED).sum()) for batch in batches))
-        return sum(batch.input_ids.numel() for batch in batches)
+    def num_targets(self, batches: list[Batch]) -> Targets:
+        """How many tokens of a step's batches a loss averages over."""
+        return Targets(
+            num_tokens=sum(batch.input_ids.numel() for batch in batches),
+            num_labels=max(1, sum(int((batch.labels != IGNORED).sum()) for batch in batches)),
+        )

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from supra.models import SupraForCausalLM
 from supra.models.packing import packing_from_boundaries
 from supra.train.data import Batch
-from supra.train.losses.context import LossContext, model_inputs
+from supra.train.losses.context import LossContext, Targets, model_inputs
 
 
-def attention_loss(context: LossContext, batch: Batch, num_targets: int) -> Tensor:
+def attention_loss(context: LossContext, batch: Batch, targets: Targets) -> Tensor:
     """Mean over the linear layers of |student − teacher|² / |teacher|² (LoLCATs, 2410.10254, eq. 6).
 
     The division by the teacher's power makes layers weigh alike: outputs of late layers are far larger.
     """
     assert context.teacher is not None
-    probe = _AttentionProbe(context, batch, batch.input_ids.numel() / num_targets)
+    probe = _AttentionProbe(context, batch, batch.input_ids.numel() / targets.num_tokens)
     handles = probe.attach(context.teacher, context.student)
     try:
         with torch.no_grad(), context.accelerator.autocast():

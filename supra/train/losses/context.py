@@ -1,7 +1,7 @@
 """What every loss of a stage reads: the stage, the two models and how this process computes."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from torch import Tensor
@@ -9,6 +9,13 @@ from torch import Tensor
 from supra.config import Stage
 from supra.models import SupraForCausalLM
 from supra.train.data import Batch
+
+
+class Targets(NamedTuple):
+    """What a step's losses average over: all its tokens, and those that have a label."""
+
+    num_tokens: int
+    num_labels: int
 
 
 @dataclass(frozen=True)

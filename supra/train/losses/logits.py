@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from supra.train.data import IGNORED, Batch
-from supra.train.losses.context import LossContext, model_inputs
+from supra.train.losses.context import LossContext, Targets, model_inputs
 
 # From a chunk's logits [C, V] and its rows: the loss and its gradient with respect to the logits [C, V].
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
@@ -18,14 +18,28 @@ ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 _CHUNK_ELEMENTS = 1 << 24  # logits of one chunk: 64 MB in fp32
 
 
-def kl_loss(context: LossContext, batch: Batch, num_targets: int) -> Tensor:
-    """KL(teacher ‖ student) of the next tokens at temperature τ, times τ² (Hinton, 1503.02531)."""
-    return _through_the_head(context, batch, _kl_of_chunk(context, batch, num_targets))
+def kl_loss(context: LossContext, batch: Batch, targets: Targets) -> Tensor:
+    """(1 − w)·KL(teacher ‖ student)·τ² + w·cross-entropy, with w = `ce_weight` (Hinton, 1503.02531).
+
+    KL is the mean over all tokens at temperature τ, cross-entropy the mean over those that have a next token.
+    """
+    divergence = _kl_of_chunk(context, batch, targets.num_tokens)
+    weight = context.stage.ce_weight
+    if not weight:
+        return _through_the_head(context, batch, divergence)
+    cross_entropy = _ce_of_chunk(batch, targets.num_labels)
+
+    def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        loss, gradient = divergence(logits, rows)
+        ce, ce_gradient = cross_entropy(logits, rows)
+        return torch.lerp(loss, ce, weight), gradient.lerp_(ce_gradient, weight)
+
+    return _through_the_head(context, batch, chunk_loss)
 
 
-def ce_loss(context: LossContext, batch: Batch, num_targets: int) -> Tensor:
+def ce_loss(context: LossContext, batch: Batch, targets: Targets) -> Tensor:
     """Next-token cross-entropy; a document's last token predicts nothing."""
-    return _through_the_head(context, batch, _ce_of_chunk(batch, num_targets))
+    return _through_the_head(context, batch, _ce_of_chunk(batch, targets.num_labels))
 
 
 def _kl_of_chunk(context: LossContext, batch: Batch, num_targets: int) -> ChunkLoss:
