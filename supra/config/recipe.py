@@ -58,6 +58,11 @@ class Recipe(Section):
         leaves = flatten(self.model_dump(mode="json"))
         return {path: leaf for path, leaf in leaves.items() if path.split(".")[-1] not in _PROSE}
 
+    def at_default(self) -> set[str]:
+        """Field paths of the leaves that have their default: what a recipe says that was written without them."""
+        given = flatten(self.model_dump(mode="json", exclude_defaults=True))
+        return flatten(self.model_dump(mode="json")).keys() - given.keys()
+
 
 _PROSE = frozenset({"description", "source", "cost", "expected", "command", "checkpoint_every_steps"})
 

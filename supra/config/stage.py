@@ -9,6 +9,8 @@ from supra.config.data import Data
 from supra.config.fields import Count, PositiveCount, Real, Section
 from supra.config.optimizer import Lora, Optimizer
 
+_LOSS_OF_OPTION = {"attention_target": "attention", "kl_temperature": "kl", "ce_weight": "kl"}
+
 
 class Stage(Section):
     """What trains, against which loss, at which length, with which optimiser, for how many tokens."""
@@ -22,6 +24,7 @@ class Stage(Section):
     layerwise: bool = False  # one layer after the other, in the memory of the largest layer; first stage only
     attention_target: Literal["after_o_proj", "before_o_proj"] = "after_o_proj"
     kl_temperature: Annotated[Real, Field(gt=0)] = 1.0
+    ce_weight: Annotated[Real, Field(ge=0, lt=1)] = 0.0  # of kl: (1 − ce_weight)·KL + ce_weight·cross-entropy
     length: Annotated[Count, Field(ge=2)]
     micro_batch_size: PositiveCount = 1
     tokens_per_step: PositiveCount
@@ -62,10 +65,10 @@ class Stage(Section):
             raise ValueError("only attention transfer of the new parameters works layer by layer")
         return value
 
-    @field_validator("attention_target", "kl_temperature")
+    @field_validator(*_LOSS_OF_OPTION)
     @classmethod
     def _option_of_another_loss(cls, value: Any, info: ValidationInfo) -> Any:
-        wanted = {"attention_target": "attention", "kl_temperature": "kl"}[str(info.field_name)]
+        wanted = _LOSS_OF_OPTION[str(info.field_name)]
         is_default = value == cls.model_fields[str(info.field_name)].default
         if "loss" in info.data and info.data["loss"] != wanted and not is_default:
             raise ValueError(f"used only with loss: {wanted}")
@@ -92,13 +95,17 @@ class Stage(Section):
 
     @field_validator("optimizer")
     @classmethod
-    def _warmup_inside_stage(cls, value: Optimizer, info: ValidationInfo) -> Optimizer:
+    def _schedule_fits_stage(cls, value: Optimizer, info: ValidationInfo) -> Optimizer:
         if "total_tokens" in info.data and "tokens_per_step" in info.data:
             steps = info.data["total_tokens"] // info.data["tokens_per_step"]
             if value.warmup_steps and value.warmup_steps >= steps:
-                message = f"must end within the stage's {steps} steps"
-                # The context carries the field, so that the report names it and not its whole section.
-                raise PydanticCustomError("in_field", message, {"field": "warmup_steps"})  # type: ignore[arg-type]
+                raise _in_field("warmup_steps", f"must end within the stage's {steps} steps")
+            falling = value.decay_steps(steps)
+            if value.schedule == "wsd" and value.warmup_steps + falling > steps:
+                message = (
+                    f"{value.warmup_steps} warm-up and {falling} falling steps exceed the stage's {steps}"
+                )
+                raise _in_field("decay_ratio", message)
         return value
 
     @field_validator("lora")
@@ -107,3 +114,8 @@ class Stage(Section):
         if value is not None and info.data.get("trainable") in ("new", "all"):
             raise ValueError("used only with trainable: adapters")
         return value
+
+
+def _in_field(field: str, message: str) -> PydanticCustomError:
+    """An error of a section that names one field of it; the report reads the field from the context."""
+    return PydanticCustomError("in_field", message, {"field": field})  # type: ignore[arg-type]

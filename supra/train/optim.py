@@ -19,9 +19,13 @@ def lr_multiplier(config: Optimizer, step: int, num_steps: int) -> float:
         return (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return 1.0
-    progress = (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps)
-    fall = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * fall
+    if config.schedule == "wsd":
+        falling = config.decay_steps(num_steps)
+        share = 1 - math.sqrt(max(0, step + 1 - (num_steps - falling)) / falling)
+    else:
+        progress = (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps)
+        share = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * share
 
 
 def build_optimizer(config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:

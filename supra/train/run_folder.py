@@ -71,7 +71,7 @@ def open_run(run_dir: Path, recipe: Recipe, model_dir: Path, data_keys: dict[str
             str(run_dir), f"cannot be written ({error.strerror})", "Choose another folder."
         ) from None
     try:
-        _compare(run_dir, now)
+        _compare(run_dir, now, recipe.at_default())
     except BaseException:
         lock.close()
         raise
@@ -114,12 +114,15 @@ class RunLock:
         self._file.close()
 
 
-def _compare(run_dir: Path, now: dict[str, Any]) -> None:
+def _compare(run_dir: Path, now: dict[str, Any], at_default: set[str]) -> None:
     try:
         then = json.loads((run_dir / "run.json").read_text())
-        changed = _changes(then["recipe"], now["recipe"])
+        # A version that did not have a field yet did what the field's default does.
+        newer = at_default - then["recipe"].keys()
+        recipe = {path: leaf for path, leaf in now["recipe"].items() if path not in newer}
+        changed = _changes(then["recipe"], recipe)
         model_changed, data_changed = then["model"] != now["model"], then["data"] != now["data"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise SupraError(
             str(run_dir / "run.json"), "it is damaged", "Start anew in another folder."
         ) from None

@@ -14,9 +14,8 @@ from accelerate import Accelerator
 
 from supra.config import Optimizer, Stage
 from supra.models import SupraForCausalLM, is_new_parameter
-from supra.train import losses
 from supra.train.data import Batch, PackedData
-from supra.train.losses import StageLoss
+from supra.train.losses import StageLoss, logits
 from supra.train.optim import build_optimizer, lr_multiplier
 from supra.train.stage import put_tensors
 from supra.train.teacher import build_teacher
@@ -118,22 +117,58 @@ def test_attention_transfer_equals_the_plain_computation(
 def test_kl_equals_the_plain_computation_in_any_chunk(
     tiny: ModuleType, student: SupraForCausalLM, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", 5 * 512)
+    monkeypatch.setattr(logits, "_CHUNK_ELEMENTS", 5 * 512)
     loss, found = run(tiny, student, batch, loss="kl", trainable="all", kl_temperature=2.0)
     teacher = build_teacher(student)
     with torch.no_grad():
         target = F.log_softmax(forward(teacher, batch).logits / 2, dim=-1)
-    logits = F.log_softmax(forward(student, batch).logits / 2, dim=-1)
-    expected = 4 * (target.exp() * (target - logits)).sum(-1).mean()
+    ours = F.log_softmax(forward(student, batch).logits / 2, dim=-1)
+    expected = 4 * (target.exp() * (target - ours)).sum(-1).mean()
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-4)
     assert_same(found, gradients(student))
 
 
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_kl_mixes_with_cross_entropy_as_the_plain_formula_does(
+    tiny: ModuleType,
+    student: SupraForCausalLM,
+    batch: Batch,
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: float,
+) -> None:
+    monkeypatch.setattr(logits, "_CHUNK_ELEMENTS", 5 * 512)
+    changes = {"kl_temperature": temperature, "ce_weight": 0.3}
+    loss, found = run(tiny, student, batch, loss="kl", trainable="all", **changes)
+    with torch.no_grad():
+        target = F.log_softmax(forward(build_teacher(student), batch).logits.double() / temperature, dim=-1)
+    raw = forward(student, batch).logits.double()
+    divergence = F.kl_div(
+        F.log_softmax(raw / temperature, dim=-1), target, log_target=True, reduction="none"
+    ).sum(-1)
+    ce = F.cross_entropy(raw.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
+    expected = 0.7 * temperature**2 * divergence.mean() + 0.3 * ce
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert_same(found, gradients(student))
+
+
+def test_the_gradient_of_a_chunk_is_that_of_autograd_in_fp64(batch: Batch) -> None:
+    """`labels` hold ends of documents, where cross-entropy has no gradient."""
+    targets = logits._ce_of_chunk(batch, 7)
+    raw = torch.randn(24, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    raw.requires_grad_()
+    F.cross_entropy(raw, batch.labels.flatten(), ignore_index=-100, reduction="sum").div(7).backward()
+    assert raw.grad is not None
+    _, gradient = targets(raw.detach().float(), slice(0, 24))
+    torch.testing.assert_close(gradient.double(), raw.grad, rtol=1e-5, atol=1e-8)
+    assert (gradient[batch.labels.flatten() == -100] == 0).all()
+
+
 def test_ce_equals_the_plain_computation_and_stops_at_document_ends(
     tiny: ModuleType, student: SupraForCausalLM, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", 7 * 512)
+    monkeypatch.setattr(logits, "_CHUNK_ELEMENTS", 7 * 512)
     loss, found = run(tiny, student, batch, loss="ce", trainable="all")
     log_probabilities = F.log_softmax(forward(student, batch).logits, dim=-1).flatten(0, 1)
     ends = set((batch.cu_seqlens[1:] - 1).tolist())
@@ -230,6 +265,17 @@ def test_schedule(schedule: str) -> None:
     assert all(a >= b for a, b in itertools.pairwise(rates[3:]))
     if schedule == "cosine":
         assert rates[9] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 5 / 15)) / 2)
+
+
+@pytest.mark.parametrize("decay_ratio", [0.05, 0.25, 0.8])
+def test_wsd_stays_up_then_falls_in_the_last_share_of_the_steps(decay_ratio: float) -> None:
+    given = {"lr": 1, "schedule": "wsd", "warmup_steps": 4, "min_lr_ratio": 0.1, "decay_ratio": decay_ratio}
+    rates = [lr_multiplier(Optimizer.model_validate(given), step, 20) for step in range(20)]
+    falling = round(20 * decay_ratio)
+    assert rates[: 20 - falling] == [0.25, 0.5, 0.75, *[1.0] * (17 - falling)]
+    expected = [0.1 + 0.9 * (1 - math.sqrt(n / falling)) for n in range(1, falling + 1)]
+    assert rates[20 - falling :] == pytest.approx(expected)
+    assert rates[-1] == pytest.approx(0.1)
 
 
 def test_new_parameters_have_a_rate_of_their_own(tiny: ModuleType, student: SupraForCausalLM) -> None:

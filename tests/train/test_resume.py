@@ -1,5 +1,6 @@
 """A run that is killed and resumed ends with the very bits of a run that was not."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from supra.config import Recipe
-from supra.errors import SupraError
+from supra.errors import SupraError, UserError
 from supra.models import SupraForCausalLM
 from supra.train import checkpoint
 from supra.train.checkpoint import Position
@@ -143,6 +144,23 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     assert "resuming from step-00000002" in errors
     run_training(recipe, model_dir, tmp_path / "whole")
     same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_run_from_before_a_field_existed_goes_on_where_the_field_has_its_default(
+    tiny: ModuleType, tmp_path: Path, text_file: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe.model_validate(tiny.raw_recipe(text_file))
+    run_until_checkpoint(monkeypatch, 1, recipe, model_dir, tmp_path / "run")
+    header = json.loads((tmp_path / "run" / "run.json").read_text())
+    newer = [path for path in header["recipe"] if path.endswith((".attention_target", ".lora", ".split"))]
+    assert len(newer) == 3
+    for path in newer:
+        del header["recipe"][path]
+    (tmp_path / "run" / "run.json").write_text(json.dumps(header))
+    changed = tiny.raw_recipe(text_file, tiny.stage(attention_target="before_o_proj"))
+    with pytest.raises(UserError, match="attention_target: 'absent' -> 'before_o_proj'"):
+        run_training(Recipe.model_validate(changed), model_dir, tmp_path / "run", resume=True)
+    run_training(recipe, model_dir, tmp_path / "run", resume=True)
 
 
 def test_all_checkpoints_damaged_is_an_error(

@@ -29,7 +29,7 @@ from supra.train.checkpoint import Position
 from supra.train.data import PackedData
 from supra.train.layerwise.hidden_states import HiddenStates, StoredEmbedding
 from supra.train.layerwise.shells import Passage, student_layer, teacher_layer
-from supra.train.losses import model_inputs
+from supra.train.losses.context import model_inputs
 from supra.train.run_folder import write_whole
 from supra.train.stage import StageRunner, derived_seed, metrics_row
 from supra.train.tracking import Metrics, Reporter, StageProgress
@@ -145,12 +145,13 @@ class _Transfer:
             self.recipe, 0, student, teacher, self.prepared.accelerator, self.prepared.stores[0]
         )
         # The gradients are those of the mean over all layers, so that Adam's epsilon weighs as it does there.
-        runner.loss.num_linear_layers = self.config.num_linear_layers
+        num_layers = self.config.num_linear_layers
+        runner.loss.context = replace(runner.loss.context, num_linear_layers=num_layers)
         before = self.kinds[:index].count("linear_attention") * self.stage.num_steps
         for step in range(self.stage.num_steps):
             start = time.monotonic()
             result = runner.train_step(step)
-            result = replace(result, loss=result.loss * self.config.num_linear_layers)  # this layer's own
+            result = replace(result, loss=result.loss * num_layers)  # this layer's own
             rate = result.num_tokens / (time.monotonic() - start)
             row = metrics_row(self.stage.name, step + 1, before + step + 1, result, rate)
             metrics.write(row | {"layer": index})
