@@ -16,7 +16,8 @@ import xxhash
 
 from supra.config import Data
 from supra.errors import SupraError, UserError
-from supra.train.sources import Source, find_sources, read_documents
+from supra.train.documents import read_documents
+from supra.train.sources import Source, find_sources
 
 _FORMAT = 1  # part of the cache key: raise it when the file's meaning changes
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from supra.config import Data
 from supra.errors import SupraError, UserError
 from supra.train.data import IGNORED, PackedData
-from supra.train.sources import find_sources, package_folder, read_documents, unwrap
+from supra.train.documents import read_documents, unwrap
+from supra.train.sources import find_sources, package_folder
 from supra.train.tokens import TokenStore, cache_folder, load_tokens
 
 
