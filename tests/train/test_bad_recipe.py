@@ -51,6 +51,8 @@ OVERRIDES = [
     ("data.train=[]", ["data.train = []", "at least 1"]),
     ("data.train=some.txt", ["data.train = 'some.txt'", "must be a list"]),
     ("data.format=csv", ["data.format = 'csv'", "must be one of"]),
+    ("data.min_document_tokens=0", ["data.min_document_tokens = 0", "greater than 0"]),
+    ("data.min_document_tokens=3e6", ["data.min_document_tokens", "more than max_tokens = 2000000"]),
     ("seed=-3", ["seed = -3", "at least 0"]),
     ("dtype=bf16", ["dtype = 'bf16'", "did you mean `bfloat16`"]),
     ("name", ["--set", "field.path=value"]),
