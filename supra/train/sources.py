@@ -51,7 +51,7 @@ def find_sources(data: Data) -> tuple[list[Source], list[Source]]:
     train = [s for s in _unique(found) if _identity(s) not in hidden and not _excluded(s, data.exclude)]
     if not train:
         raise UserError(
-            "data.train",
+            f"data.train {', '.join(data.train)}",
             f"all of {len(found)} sources are held out or excluded",
             "Loosen data.heldout or data.exclude.",
         )

@@ -156,7 +156,9 @@ def test_short_documents_are_left_out_and_counted(tiny: ModuleType, tmp_path: Pa
             assert np.diff(store.offsets).tolist() == kept
             assert store.num_short == 6 - len(kept)
             assert said[-1] == f"kept {len(kept)} of 6 documents, those of {minimum} tokens or more"
-    with pytest.raises(UserError, match=f"all 6 documents are shorter, the longest has {tokens_of[5]} tokens"):
+    with pytest.raises(
+        UserError, match=f"all 6 documents are shorter, the longest has {tokens_of[5]} tokens"
+    ):
         load_tokens(Data(train=(str(path),), min_document_tokens=1000), tokenizer)
 
 
