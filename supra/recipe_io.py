@@ -224,11 +224,13 @@ def _problems(error: ValidationError, model: type[BaseModel], raw: dict[str, Any
 
 def _problem(entry: dict[str, Any], root: type[BaseModel], raw: dict[str, Any]) -> Problem:
     loc: tuple[Any, ...] = entry["loc"]
+    absent = entry["type"] == "missing"
     if entry["type"] == "in_field":
         loc = (*loc, entry["ctx"]["field"])
-        entry["input"] = entry["input"].get(loc[-1]) if isinstance(entry["input"], dict) else None
+        absent = not isinstance(entry["input"], dict) or loc[-1] not in entry["input"]
+        entry["input"] = None if absent else entry["input"][loc[-1]]
     path = ".".join(str(part) for part in _named(loc, raw))
-    value = "" if entry["type"] == "missing" else _short(entry["input"])
+    value = "" if absent else _short(entry["input"])
     if entry["type"] == "extra_forbidden":
         return Problem(path, value, _unknown_field(str(loc[-1]), _model_at(root, loc[:-1]), root))
     if entry["type"] == "literal_error":

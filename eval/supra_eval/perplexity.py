@@ -21,7 +21,8 @@ from supra.config import Data
 from supra.errors import UserError
 from supra.loading import load_tokenizer
 from supra.models import SupraForCausalLM
-from supra.train.sources import find_sources, read_documents
+from supra.train.documents import read_documents
+from supra.train.sources import find_sources
 from supra_eval.contenders import ABLATIONS, contender_names, contenders
 from supra_eval.length.losses import loss_by_position
 from supra_eval.results import EvalRun, Score

@@ -1,6 +1,6 @@
 """Training of converted models: stages of attention transfer, distillation and next-token prediction.
 
-The names below load on first use, so that reading texts (`supra.train.sources`) does not wait for peft.
+The names below load on first use, so that reading texts (`supra.train.documents`) does not wait for peft.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -5,7 +5,6 @@ start of its own, so that what fills no sequence differs, and visits the sequenc
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -24,14 +23,14 @@ class Batch:
     `input_ids`, `position_ids`, `labels` [B, T] int64: positions start at 0 in each document (or row);
     `labels[:, t]` is the token after `input_ids[:, t]`, or `IGNORED` where a document or a row ends.
     `cu_seqlens` [N+1] int64: bounds of the documents among the B·T tokens in row order; a row starts one.
-    `sequence_ids`: which (epoch, sequence) each row is.
+    `sequence_ids`: which (component of the mixture, epoch, sequence) each row is.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     labels: Tensor
     cu_seqlens: Tensor
-    sequence_ids: tuple[tuple[int, int], ...]
+    sequence_ids: tuple[tuple[int, int, int], ...]
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(
@@ -43,8 +42,18 @@ class Batch:
         )
 
 
+@dataclass(frozen=True)
+class Sequence:
+    """`tokens` [T] int64 of one sequence, and where documents start inside it, its own start left out."""
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    epoch: int
+    number: int
+
+
 class PackedData:
-    """The sequences of one stage.
+    """The sequences that one text gives to a stage.
 
     Raises:
         UserError: there are fewer tokens than one sequence holds.
@@ -59,23 +68,27 @@ class PackedData:
                 f"{len(store.tokens)} tokens are less than one sequence of {length}",
                 "Add text or lower length.",
             )
+        self._order = (
+            -1,
+            np.zeros(0, dtype=np.int64),
+        )  # an epoch and its order, kept until another is asked for
 
     def batch(self, first: int, size: int) -> Batch:
-        """Sequences number `first` to `first + size - 1` of the endless run over epochs."""
-        ids = tuple(self._locate(number) for number in range(first, first + size))
-        tokens = np.empty((size, self.length), dtype=np.int64)
-        boundaries = [np.zeros(0, dtype=np.int64)]
-        for row, (epoch, sequence) in enumerate(ids):
-            start = self._first_start(epoch) + sequence * self.length
-            tokens[row] = self.store.tokens[start : start + self.length]
-            inner = self._documents_within(start) - start
-            boundaries.append(np.concatenate(([0], inner)) + row * self.length)
-        cu_seqlens = np.concatenate([*boundaries, [size * self.length]])
-        return _batch(tokens, cu_seqlens, ids)
+        """Sequences number `first` to `first + size - 1` of this text alone."""
+        return collate([(0, self.sequence(number)) for number in range(first, first + size)])
 
-    def _locate(self, number: int) -> tuple[int, int]:
+    def sequence(self, number: int) -> Sequence:
+        """Sequence number `number` of the endless run over epochs."""
         epoch, place = divmod(number, self.num_sequences)
-        return epoch, int(_order(self.seed, epoch, self.num_sequences)[place])
+        index = int(self._order_of(epoch)[place])
+        start = self._first_start(epoch) + index * self.length
+        tokens = np.asarray(self.store.tokens[start : start + self.length], dtype=np.int64)
+        return Sequence(tokens, self._documents_within(start) - start, epoch, index)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if self._order[0] != epoch:
+            self._order = epoch, _generator(self.seed, epoch, 0).permutation(self.num_sequences)
+        return self._order[1]
 
     def _first_start(self, epoch: int) -> int:
         spare = len(self.store.tokens) - self.num_sequences * self.length
@@ -89,25 +102,28 @@ class PackedData:
         return np.unique(offsets[low:high])
 
 
-def _batch(tokens: np.ndarray, cu_seqlens: np.ndarray, ids: tuple[tuple[int, int], ...]) -> Batch:
-    flat = np.arange(tokens.size)
+def collate(sequences: list[tuple[int, Sequence]]) -> Batch:
+    """A batch of (component, sequence) pairs, one a row."""
+    tokens = np.stack([sequence.tokens for _, sequence in sequences])
+    size, length = tokens.shape
+    bounds = [np.concatenate(([0], s.starts)) + row * length for row, (_, s) in enumerate(sequences)]
+    cu_seqlens = np.concatenate([*bounds, [size * length]])
     starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
     labels = np.append(tokens.reshape(-1)[1:], IGNORED)
     labels[cu_seqlens[1:] - 1] = IGNORED
-    shape = tokens.shape
     return Batch(
         input_ids=torch.from_numpy(tokens),
-        position_ids=torch.from_numpy((flat - starts).reshape(shape)),
-        labels=torch.from_numpy(labels.reshape(shape)),
+        position_ids=torch.from_numpy((np.arange(tokens.size) - starts).reshape(tokens.shape)),
+        labels=torch.from_numpy(labels.reshape(tokens.shape)),
         cu_seqlens=torch.from_numpy(cu_seqlens),
-        sequence_ids=ids,
+        sequence_ids=tuple((component, s.epoch, s.number) for component, s in sequences),
     )
+
+
+def derived_seed(*parts: int) -> int:
+    """One seed out of several numbers, without the collisions that adding them has."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _generator(seed: int, epoch: int, purpose: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64([seed, epoch, purpose]))
-
-
-@lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, num_sequences: int) -> np.ndarray:
-    return _generator(seed, epoch, 0).permutation(num_sequences)

@@ -26,7 +26,7 @@ _MOMENTS = 2  # AdamW's, per trained weight
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage; `seconds` is None where it was not probed."""
+    """One stage; `epochs` has one entry for each component of its data, `seconds` is None where not probed."""
 
     name: str
     trainable: str
@@ -36,7 +36,7 @@ class StagePlan:
     steps: int
     tokens: int
     data_tokens: int
-    epochs: float
+    epochs: tuple[float, ...]
     checkpoint_bytes: int
     seconds: float | None
 
@@ -74,7 +74,7 @@ class TrainingPlan:
                 str(stage.length),
                 f"{stage.steps:,}",
                 f"{stage.tokens:,}",
-                f"{stage.epochs:.2f}",
+                " / ".join(f"{epochs:.2f}" for epochs in stage.epochs),
                 _duration(stage.seconds),
             )
         measured = f", probe took {_size(self.measured_peak_bytes)}" if self.measured_peak_bytes else ""
@@ -111,7 +111,7 @@ def dry_run(
     stages, memory = [], weights
     for index, stage in enumerate(recipe.stages):
         runner = StageRunner(
-            recipe, index, prepared.student, teacher, prepared.accelerator, prepared.stores[index]
+            recipe, index, prepared.student, teacher, prepared.accelerator, prepared.texts[index]
         )
         trained = sum(p.numel() for p in runner.trainable.parameters.values())
         num_bytes = trained * _FP32_BYTES
@@ -127,8 +127,8 @@ def dry_run(
                 length=stage.length,
                 steps=stage.num_steps,
                 tokens=stage.num_steps * stage.tokens_per_step,
-                data_tokens=len(prepared.stores[index].tokens),
-                epochs=stage.num_steps * stage.sequences_per_step / runner.data.num_sequences,
+                data_tokens=prepared.texts[index].num_tokens,
+                epochs=runner.data.epochs(stage.num_steps * stage.sequences_per_step),
                 checkpoint_bytes=num_bytes * (1 + _MOMENTS),
                 seconds=seconds,
             )

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -13,12 +12,12 @@ from supra.config import Recipe
 from supra.errors import SupraError
 from supra.models import SupraForCausalLM
 from supra.train import checkpoint
-from supra.train.data import Batch, PackedData
+from supra.train.data import Batch, derived_seed
 from supra.train.losses import StageLoss
+from supra.train.mixture import MixedData, Mixture
 from supra.train.optim import build_optimizer, lr_multiplier, set_lr
 from supra.train.parallel import Processes
 from supra.train.teacher import without_adapters
-from supra.train.tokens import TokenStore
 from supra.train.trainable import enter_stage
 
 
@@ -62,11 +61,11 @@ class StageRunner:
         student: SupraForCausalLM,
         teacher: SupraForCausalLM | None,
         accelerator: Accelerator,
-        store: TokenStore,
+        text: Mixture,
     ) -> None:
         self.recipe, self.index, self.stage = recipe, index, recipe.stages[index]
         self.student, self.accelerator, self.processes = student, accelerator, Processes(accelerator)
-        self.data = PackedData(store, length=self.stage.length, seed=derived_seed(recipe.seed, index))
+        self.data = MixedData(text, length=self.stage.length, seed=derived_seed(recipe.seed, index))
         self.trainable = enter_stage(self.stage, student, teacher, derived_seed(recipe.seed, index, 1))
         self.optimizer = accelerator.prepare(build_optimizer(self.stage.optimizer, self.trainable.parameters))
         self.loss = StageLoss(self.stage, student, teacher, accelerator)
@@ -135,18 +134,13 @@ class StageRunner:
         del self.optimizer
 
     def _not_finite(self, step: int, loss: float, norm: float, batches: list[Batch]) -> SupraError:
-        rows = [f"{epoch}:{sequence}" for batch in batches for epoch, sequence in batch.sequence_ids]
+        rows = [":".join(map(str, ids)) for batch in batches for ids in batch.sequence_ids]
         shown = ", ".join(rows[:8]) + ("…" if len(rows) > 8 else "")
         return SupraError(
             f"stage {self.stage.name}, step {step + 1}",
-            f"loss {loss}, gradient norm {norm}; sequences (epoch:number) {shown}",
+            f"loss {loss}, gradient norm {norm}; sequences (component:epoch:number) {shown}",
             "Lower the learning rate or set grad_clip",
         )
-
-
-def derived_seed(*parts: int) -> int:
-    """One seed out of several numbers, without the collisions that adding them has."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
 
 
 def changed_tensors(student: SupraForCausalLM, ever_trained: set[str]) -> dict[str, Tensor]:

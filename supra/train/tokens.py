@@ -16,7 +16,8 @@ import xxhash
 
 from supra.config import Data
 from supra.errors import SupraError, UserError
-from supra.train.sources import Source, find_sources, read_documents
+from supra.train.documents import read_documents
+from supra.train.sources import Source, find_sources
 
 _FORMAT = 1  # part of the cache key: raise it when the file's meaning changes
 
@@ -26,11 +27,13 @@ class TokenStore:
     """Token ids of all documents end to end.
 
     `tokens` [total] uint16 or uint32 (memory-mapped); `offsets` [num_documents + 1] int64: their bounds.
+    `num_short`: how many documents more were left out as too short.
     """
 
     tokens: np.ndarray
     offsets: np.ndarray
     key: str
+    num_short: int = 0
 
     @property
     def num_documents(self) -> int:
@@ -61,7 +64,13 @@ def load_tokens(
         if report:
             report(f"tokenising {len(sources)} sources")
         _write(folder, sources, data, tokenizer)
-    return _open(folder, key)
+    store = _open(folder, key)
+    if report and data.min_document_tokens is not None:
+        report(
+            f"kept {store.num_documents:,} of {store.num_documents + store.num_short:,} documents, "
+            f"those of {data.min_document_tokens:,} tokens or more"
+        )
+    return store
 
 
 def _open(folder: Path, key: str) -> TokenStore:
@@ -70,7 +79,7 @@ def _open(folder: Path, key: str) -> TokenStore:
     offsets = np.load(folder / "offsets.npy")
     if len(tokens) != meta["num_tokens"] or offsets[-1] != meta["num_tokens"]:
         raise SupraError(str(folder), "the cached tokens are damaged", "Delete that folder and run again.")
-    return TokenStore(tokens, offsets, key)
+    return TokenStore(tokens, offsets, key, meta.get("num_short", 0))
 
 
 def _write(folder: Path, sources: list[Source], data: Data, tokenizer: Any) -> None:
@@ -97,8 +106,13 @@ def _write(folder: Path, sources: list[Source], data: Data, tokenizer: Any) -> N
 def _tokenise(folder: Path, sources: list[Source], data: Data, tokenizer: Any) -> None:
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     offsets, total = [0], 0
+    num_short, longest = 0, 0
     with open(folder / "tokens.bin", "wb") as file:
         for ids in _encode(_all_documents(sources, data), tokenizer):
+            longest = max(longest, len(ids))
+            if len(ids) < (data.min_document_tokens or 0):
+                num_short += 1
+                continue
             if data.max_tokens is not None:
                 ids = ids[: data.max_tokens - total]
             file.write(np.asarray(ids, dtype=dtype).tobytes())
@@ -108,12 +122,23 @@ def _tokenise(folder: Path, sources: list[Source], data: Data, tokenizer: Any) -
                 break
         file.flush()
         os.fsync(file.fileno())
+    if num_short and total == 0:
+        raise UserError(
+            f"data.min_document_tokens = {data.min_document_tokens}",
+            f"all {num_short} documents are shorter, the longest has {longest} tokens",
+            "Lower it, or name longer texts.",
+        )
     if total == 0:
         raise UserError(
             "data", f"{len(sources)} sources hold no text", "Check data.train and data.text_field."
         )
     np.save(folder / "offsets.npy", np.asarray(offsets, dtype=np.int64))
-    meta = {"dtype": dtype.name, "num_tokens": total, "sources": [source.where for source in sources]}
+    meta = {
+        "dtype": dtype.name,
+        "num_tokens": total,
+        "num_short": num_short,
+        "sources": [source.where for source in sources],
+    }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
@@ -137,6 +162,8 @@ def _key(sources: list[Source], data: Data, tokenizer: Any) -> str:
         backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     )
     options = data.model_dump(include={"text_field", "split", "unwrap", "max_tokens"})
+    # Left out where they are not set, so that caches made before they existed are still found.
+    options |= data.model_dump(include={"min_document_tokens"}, exclude_none=True)
     parts = [_FORMAT, hashlib.sha256(vocabulary.encode()).hexdigest(), tokenizer.eos_token_id, options]
     parts += [[source.kind, _fingerprint(source)] for source in sources]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

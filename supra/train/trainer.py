@@ -16,7 +16,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from supra.config import Conversion, Recipe
+from supra.config import Conversion, Data, Recipe
 from supra.console import speaks
 from supra.errors import SupraError, UserError
 from supra.loading import load_model, load_outline
@@ -25,6 +25,7 @@ from supra.train import checkpoint
 from supra.train.checkpoint import Checkpoint, Position
 from supra.train.export import export_model, patch_weights, write_student
 from supra.train.layerwise import transfer_layerwise
+from supra.train.mixture import Mixture
 from supra.train.parallel import Processes
 from supra.train.precision import Precision, make_accelerator
 from supra.train.run_folder import check_new_or_resumed, open_run
@@ -47,7 +48,7 @@ class Prepared:
     accelerator: Accelerator
     precision: Precision
     backend: str
-    stores: list[TokenStore]  # one a stage
+    texts: list[Mixture]  # one a stage
 
     @property
     def processes(self) -> Processes:
@@ -62,7 +63,7 @@ class Prepared:
 
     @property
     def data_keys(self) -> dict[str, str]:
-        return {stage.name: store.key for stage, store in zip(self.recipe.stages, self.stores, strict=True)}
+        return {stage.name: text.key for stage, text in zip(self.recipe.stages, self.texts, strict=True)}
 
     def training_facts(self, run_dir: Path) -> dict[str, Any]:
         """What the exported model's card and `supra.json` say of the training."""
@@ -120,26 +121,26 @@ def prepare(recipe: Recipe, model_dir: Path, reporter: Reporter) -> Prepared:
         raise UserError(str(model_dir), "it is not a converted model", "Run `supra convert` first.")
     check_conversion(recipe.conversion, loaded.model.config)
     datas = [stage.data or recipe.data for stage in recipe.stages]
-    stores: list[TokenStore] = []
-    for position, data in enumerate(datas):
-        same = datas.index(data)
+    stores: dict[Data, TokenStore] = {}
+    for part in dict.fromkeys(part for data in datas for part in data.components()):
         with accelerator.main_process_first():  # the others find the cache it wrote
-            stores.append(
-                stores[same] if same < position else load_tokens(data, loaded.tokenizer, report=reporter.say)
-            )
-    for stage, store in zip(recipe.stages, stores, strict=True):
-        check_trainable(stage, loaded.model)
-        if len(store.tokens) < stage.length:
-            raise UserError(
-                f"stages.{stage.name}.length = {stage.length}",
-                f"the text has {len(store.tokens)} tokens, less than one sequence",
-                "Add text or lower the length.",
-            )
-        if store.tokens.max() >= loaded.model.config.vocab_size:
+            stores[part] = load_tokens(part, loaded.tokenizer, report=reporter.say)
+        if stores[part].tokens.max() >= loaded.model.config.vocab_size:
             raise UserError(
                 str(model_dir), "its tokenizer has more tokens than the model", "Convert it again."
             )
-    return Prepared(recipe, model_dir, loaded.model, accelerator, precision, loaded.backend, stores)
+    texts = [Mixture(tuple(stores[part] for part in data.components()), data.shares()) for data in datas]
+    for stage, text in zip(recipe.stages, texts, strict=True):
+        check_trainable(stage, loaded.model)
+        for number, store in enumerate(text.stores):
+            if len(store.tokens) < stage.length:
+                which = f"component {number} of the mixture" if len(text.stores) > 1 else "the text"
+                raise UserError(
+                    f"stages.{stage.name}.length = {stage.length}",
+                    f"{which} has {len(store.tokens)} tokens, less than one sequence",
+                    "Add text or lower the length.",
+                )
+    return Prepared(recipe, model_dir, loaded.model, accelerator, precision, loaded.backend, texts)
 
 
 def run_training(
@@ -265,7 +266,7 @@ class _Run:
             self.teacher = None  # nobody needs it any more
         prepared = self.prepared
         runner = StageRunner(
-            self.recipe, index, self.student, self.teacher, prepared.accelerator, prepared.stores[index]
+            self.recipe, index, self.student, self.teacher, prepared.accelerator, prepared.texts[index]
         )
         if saved and position.step:
             runner.restore(saved)

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from supra.config import Data
 from supra.errors import SupraError, UserError
 from supra.train.data import IGNORED, PackedData
-from supra.train.sources import find_sources, package_folder, read_documents, unwrap
+from supra.train.documents import read_documents, unwrap
+from supra.train.sources import find_sources, package_folder
 from supra.train.tokens import TokenStore, cache_folder, load_tokens
 
 
@@ -136,6 +137,29 @@ def test_tokens_are_cached_and_the_key_follows_content_and_options(tiny: ModuleT
     assert capped.tokens.tolist() == first.tokens[:10].tolist()
     path.write_text(path.read_text() + " the cat")
     assert load_tokens(data, tokenizer).key != first.key
+
+
+def test_short_documents_are_left_out_and_counted(tiny: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lengths = [3, 9, 1, 5, 4, 20]
+    path.write_text("\n".join(json.dumps({"text": " ".join(["the"] * n)}) for n in lengths))
+    tokenizer, said = tiny.make_tokenizer(), []
+    whole = load_tokens(Data(train=(str(path),)), tokenizer, report=said.append)
+    tokens_of = np.diff(whole.offsets).tolist()
+    assert (len(tokens_of), whole.num_short, len(said)) == (6, 0, 1)
+    for minimum in (tokens_of[4], tokens_of[4] + 1):
+        kept = [n for n in tokens_of if n >= minimum]
+        for _ in range(2):  # made, then found
+            store = load_tokens(
+                Data(train=(str(path),), min_document_tokens=minimum), tokenizer, report=said.append
+            )
+            assert np.diff(store.offsets).tolist() == kept
+            assert store.num_short == 6 - len(kept)
+            assert said[-1] == f"kept {len(kept)} of 6 documents, those of {minimum} tokens or more"
+    with pytest.raises(
+        UserError, match=f"all 6 documents are shorter, the longest has {tokens_of[5]} tokens"
+    ):
+        load_tokens(Data(train=(str(path),), min_document_tokens=1000), tokenizer)
 
 
 def test_a_crash_while_tokenising_leaves_no_cache(

@@ -25,7 +25,8 @@ SAME_THREADS = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
 def three_stages(tiny: ModuleType, text: Path, **changes: Any) -> Recipe:
-    """All kinds of stage; LoRA has dropout, so that random numbers matter too."""
+    """All kinds of stage and a mixture; LoRA has dropout, so that random numbers matter too."""
+    parts = [{"train": [str(text)], "weight": 2}, {"train": [str(text)], "weight": 1, "unwrap": True}]
     optimizer = {"lr": 1e-2, "warmup_steps": 1, "weight_decay": 0.01}
     return Recipe.model_validate(
         tiny.raw_recipe(
@@ -39,7 +40,14 @@ def three_stages(tiny: ModuleType, text: Path, **changes: Any) -> Recipe:
                 total_tokens=320,
                 optimizer=optimizer,
             ),
-            tiny.stage(name="tune", trainable="all", loss="kl", total_tokens=320, optimizer=optimizer),
+            tiny.stage(
+                name="tune",
+                trainable="all",
+                loss="kl",
+                total_tokens=320,
+                optimizer=optimizer,
+                data={"mixture": parts},
+            ),
             **changes,
         )
     )

@@ -157,7 +157,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     for part in (
         "stage transfer, step 3",
         f"loss {value}",
-        "sequences (epoch:number) 0:",
+        "sequences (component:epoch:number) 0:",
         "step-00000002-stage-0",
     ):
         assert part in text
@@ -196,7 +196,7 @@ def test_the_plan_counts_and_writes_nothing(
     assert not (tmp_path / "run").exists()
     transfer, distill = plan.stages
     assert (transfer.steps, transfer.tokens) == (4, 256)
-    assert transfer.epochs == pytest.approx(16 / (transfer.data_tokens // 16))
+    assert transfer.epochs == (pytest.approx(16 / (transfer.data_tokens // 16)),)
     new = sum(
         tensor.numel() for name, tensor in load(model_dir).state_dict().items() if is_new_parameter(name)
     )

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from supra.config import Data
 from supra.errors import UserError
-from supra.train.sources import find_sources, read_documents
+from supra.train.documents import read_documents
+from supra.train.sources import find_sources
 
 
 def read_books(

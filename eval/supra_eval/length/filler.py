@@ -10,7 +10,8 @@ from typing import Any
 
 from supra.config import Data
 from supra.errors import UserError
-from supra.train.sources import find_sources, read_documents
+from supra.train.documents import read_documents
+from supra.train.sources import find_sources
 
 NEUTRAL = (
     "The path follows the river down to the mill.",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from supra.errors import SupraError, UserError
-from supra.train.sources import json_objects
+from supra.train.documents import json_objects
 
 HUB = "tau/scrolls"
 SPLITS = ("train", "validation", "test")

@@ -26,10 +26,10 @@ from supra.errors import UserError
 from supra.models import SupraForCausalLM, is_new_parameter
 from supra.train import checkpoint
 from supra.train.checkpoint import Position
-from supra.train.data import PackedData
 from supra.train.layerwise.hidden_states import HiddenStates, StoredEmbedding
 from supra.train.layerwise.shells import Passage, student_layer, teacher_layer
 from supra.train.losses.context import model_inputs
+from supra.train.mixture import MixedData
 from supra.train.run_folder import write_whole
 from supra.train.stage import StageRunner, derived_seed, metrics_row
 from supra.train.tracking import Metrics, Reporter, StageProgress
@@ -142,7 +142,7 @@ class _Transfer:
         student = student_layer(self.config, index, teacher, self.reader, self.device)
         student.model.layers[0].self_attn.backend = self.prepared.backend
         runner = StageRunner(
-            self.recipe, 0, student, teacher, self.prepared.accelerator, self.prepared.stores[0]
+            self.recipe, 0, student, teacher, self.prepared.accelerator, self.prepared.texts[0]
         )
         # The gradients are those of the mean over all layers, so that Adam's epsilon weighs as it does there.
         num_layers = self.config.num_linear_layers
@@ -166,7 +166,7 @@ class _Transfer:
     def _run_teacher(self, teacher: SupraForCausalLM) -> None:
         """The teacher's layer on all micro-batches, where nothing trains."""
         stage, seed = self.stage, derived_seed(self.recipe.seed, 0)
-        data = PackedData(self.prepared.stores[0], length=stage.length, seed=seed)
+        data = MixedData(self.prepared.texts[0], length=stage.length, seed=seed)
         for number in range(self.num_batches):
             batch = data.batch(number * stage.micro_batch_size, stage.micro_batch_size).to(self.device)
             with torch.no_grad(), self.prepared.accelerator.autocast():

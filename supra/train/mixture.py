@@ -1,0 +1,87 @@
+"""Several texts drawn from in proportion: which of them the n-th sequence of a stage comes from.
+
+The order is no lottery: after any number of sequences each component has had its share to within one sequence, so
+that short stages and every step get the mix that was asked for. It depends on the weights alone.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+
+import numpy as np
+
+from supra.train.data import Batch, PackedData, collate, derived_seed
+from supra.train.tokens import TokenStore
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The tokens of each component, and the components' shares as whole numbers without a common divisor."""
+
+    stores: tuple[TokenStore, ...]
+    shares: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        return "+".join(store.key for store in self.stores)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(store.tokens) for store in self.stores)
+
+
+class MixedData:
+    """The sequences of one stage; each component runs through epochs and orders of its own.
+
+    Raises:
+        UserError: a component has fewer tokens than one sequence holds.
+    """
+
+    def __init__(self, mixture: Mixture, *, length: int, seed: int) -> None:
+        self.shares = mixture.shares
+        self.parts = [
+            PackedData(store, length=length, seed=derived_seed(seed, index) if index else seed)
+            for index, store in enumerate(mixture.stores)
+        ]
+
+    def batch(self, first: int, size: int) -> Batch:
+        """Sequences number `first` to `first + size - 1` of the stage."""
+        turns, ranks = _turns(self.shares)
+        rows = []
+        for number in range(first, first + size):
+            cycle, place = divmod(number, len(turns))
+            component = int(turns[place])
+            nth = cycle * self.shares[component] + int(ranks[place])
+            rows.append((component, self.parts[component].sequence(nth)))
+        return collate(rows)
+
+    def epochs(self, num_sequences: int) -> tuple[float, ...]:
+        """How often each component is gone through in so many sequences."""
+        return tuple(
+            num_sequences * share / sum(self.shares) / part.num_sequences
+            for share, part in zip(self.shares, self.parts, strict=True)
+        )
+
+
+@lru_cache(maxsize=4)
+def _turns(shares: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """One cycle of sum(shares) turns: whose each is, and how many that component had before in the cycle.
+
+    Tijdeman, The chairman assignment problem (Discrete Mathematics 32, 1980): of those that have less than their
+    share by 1 / (2k − 2) or more, counting this turn, the one goes next that would soonest have too little. No
+    component is ever off by more than 1 − 1 / (2k − 2) of a turn. In whole numbers, so that nothing is rounded.
+    """
+    cycle, slack = sum(shares), 2 * len(shares) - 2
+    if slack == 0:
+        return np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    unit = lcm(*shares)
+    had = [0] * len(shares)
+    turns, ranks = [], []
+    for turn in range(1, cycle + 1):
+        lag = [share * turn - cycle * count for share, count in zip(shares, had, strict=True)]  # × 1 / cycle
+        waiting = [i for i in range(len(shares)) if lag[i] * slack >= cycle]
+        chosen = min(waiting, key=lambda i: ((slack - 1) * cycle - slack * lag[i]) * (unit // shares[i]))
+        turns.append(chosen)
+        ranks.append(had[chosen])
+        had[chosen] += 1
+    return np.array(turns), np.array(ranks)
