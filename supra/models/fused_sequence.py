@@ -42,6 +42,7 @@ def fused_sequence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    log_decay: Tensor | None,
     position_embeddings: tuple[Tensor, Tensor],
     memory: RecurrentLayer | None,
     packing: Packing | None,
@@ -74,7 +75,7 @@ def fused_sequence(
     else:
         norm = kernels.Norm(layer.group_norm.weight, layer.group_norm.bias, layer.group_norm.eps)
     output, state = kernels.linear_attention(
-        q, k, v, layer.decay(q) if hasattr(layer, "decay") else None, scale=scale,
+        q, k, v, log_decay, scale=scale,
         initial_state=None if memory is None else memory.recurrent_state, output_final_state=memory is not None,
         cu_seqlens=None if packing is None else packing.cu_seqlens, front=front, norm=norm,
     )  # fmt: skip

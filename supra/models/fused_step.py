@@ -55,6 +55,7 @@ def fused_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    log_decay: Tensor | None,
     position_embeddings: tuple[Tensor, Tensor],
     memory: RecurrentLayer,
 ) -> Tensor:
@@ -83,7 +84,7 @@ def fused_step(
     cos, sin = (None, None) if rope == "none" else (x[:, 0] for x in position_embeddings)
     state = memory.recurrent_state.contiguous()
     output = step.decode_step(
-        plan, q[:, 0], k[:, 0], v[:, 0], state, layer.decay(k) if hasattr(layer, "decay") else None,
+        plan, q[:, 0], k[:, 0], v[:, 0], state, log_decay,
         cos=cos, sin=sin, weights=step.StepWeights(**_weights(layer, map_q, map_k)),
     )  # fmt: skip
     memory.store(1, state, (), (), None)
