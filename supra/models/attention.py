@@ -16,7 +16,7 @@ from supra_kernels import linear_attention, linear_attention_step, window_attent
 
 from .cache import RecurrentLayer, SupraCache
 from .configuration_supra import SupraConfig
-from .decay import build_decay
+from .decay import build_decay, per_token
 from .decode import roll, step_sinks, window_step
 from .feature_maps import build_feature_maps
 from .fused_sequence import fused_sequence, fuses_sequence
@@ -172,6 +172,7 @@ class SupraLinearAttention(nn.Module):
         q, k, mapped_q, mapped_k = self._map_features(q, k, position_embeddings)
         if packing is not None:
             q, k, v, mapped_q, mapped_k = (packing.pack(x) for x in (q, k, v, mapped_q, mapped_k))
+            log_decay = packing.pack(log_decay) if per_token(log_decay) else log_decay
         decoding = num_columns == 1 and packing is None and self.window and not torch.is_grad_enabled()
         if decoding and memory is not None and memory.recurrent_state is not None:
             return self._decode(q, k, v, mapped_q, mapped_k, log_decay, memory)
@@ -191,7 +192,7 @@ class SupraLinearAttention(nn.Module):
     ) -> Tensor:
         """Mix values by the window and the state; all [B or 1, T or total, heads, ·] -> [B or 1, T or total, H, D]."""
         num_sequences = q.shape[0] if packing is None else packing.cu_seqlens.shape[0] - 1
-        remembered = (k, mapped_k, v)
+        remembered = (k, mapped_k, v, log_decay) if per_token(log_decay) else (k, mapped_k, v)
         past = self._past(memory, num_sequences, remembered)
         window_part: tuple[Tensor, Tensor] | None = None
         streams: tuple[Tensor, ...] = ()
@@ -212,7 +213,8 @@ class SupraLinearAttention(nn.Module):
             delay = delay_rows if packing is None else packing.delay
             pairs = zip(remembered, past.streams, strict=True)
             delayed, streams = zip(*(delay(new, earlier) for new, earlier in pairs), strict=True)
-            _, mapped_k, v = delayed
+            _, mapped_k, v, *gate = delayed
+            log_decay = gate[0] if gate else log_decay
             if self.config.num_sink_tokens:
                 older = (where - self.window) >= self.config.num_sink_tokens
                 mapped_k = mapped_k * older[..., None, None].to(mapped_k.dtype)
@@ -239,9 +241,11 @@ class SupraLinearAttention(nn.Module):
         """`_attend` for one token [B, 1, heads, ·] of every row: what the window drops goes into the state."""
         assert memory.num_seen is not None
         num_seen, sinks, num_sinks = memory.num_seen, memory.sinks, self.config.num_sink_tokens
-        pairs = zip(memory.window_streams, (k, mapped_k, v), strict=True)
+        remembered = (k, mapped_k, v, log_decay) if per_token(log_decay) else (k, mapped_k, v)
+        pairs = zip(memory.window_streams, remembered, strict=True)
         streams, leaving = zip(*(roll(earlier, new) for earlier, new in pairs), strict=True)
-        _, leaving_k, leaving_v = leaving
+        _, leaving_k, leaving_v, *gate = leaving
+        log_decay = gate[0] if gate else log_decay
         if num_sinks:
             sinks = (step_sinks(k, sinks[0], num_seen), step_sinks(v, sinks[1], num_seen))
             older = (num_seen - self.window) >= num_sinks
@@ -321,7 +325,7 @@ class SupraLinearAttention(nn.Module):
                 mapped_k[:, 0],
                 v[:, 0],
                 initial_state,
-                log_decay,
+                log_decay[:, 0] if per_token(log_decay) else log_decay,
                 scale=scale,
                 backend=self.backend,
             )

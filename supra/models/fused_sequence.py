@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from supra_kernels import fused_operators
 
+from .decay import per_token
 from .feature_maps import DenseReLU, HeadwiseReLU, Hedgehog, headwise_linear
 from .fused_step import KERNEL_MAPS, known_maps
 
@@ -61,6 +62,7 @@ def fused_sequence(
     q, k = (_pre_activation(x, own_map) for x, own_map in zip((q, k), maps, strict=True))
     if packing is not None:
         q, k, v, cos, sin = (packing.pack(x) for x in (q, k, v, cos, sin))
+        log_decay = packing.pack(log_decay) if per_token(log_decay) else log_decay
     q_bias, k_bias = (getattr(own_map, "bias", None) for own_map in maps)
     front = kernels.Front(
         KERNEL_MAPS[type(maps[0])],
