@@ -50,7 +50,7 @@ FeatureMap = Annotated[
     ),
 ]
 Rope = Annotated[str | None, typer.Option(help="RoPE before or after the feature map.")]
-Decay = Annotated[str | None, typer.Option(help="none, alibi, retnet or learned.")]
+Decay = Annotated[str | None, typer.Option(help="none, alibi, retnet, learned or gated (by each token).")]
 DecayShared = Annotated[
     bool | None, typer.Option(help="One decay per key/value head: the state is kept per KV head.")
 ]

@@ -66,7 +66,7 @@ MAPPED = (
     Mapping(
         "decay `[G]` or `[B, T, G]`", "as `[H]` or `[B, T, H]`, repeated over the query heads of a group"
     ),
-    Mapping("decay `[B, T, H]`", "`g=log_decay` in fp32"),
+    Mapping("decay `[B, T, H]` (a model's gated decay)", "`g=log_decay` in fp32"),
     Mapping(
         "H = n·G query heads",
         "keys and values repeated to H heads",

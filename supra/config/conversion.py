@@ -8,7 +8,7 @@ from supra.config.fields import Count, Section, comma_list
 
 FeatureMap = Literal["relu_dense", "relu", "hedgehog", "t2r", "elu", "identity"]
 RopePosition = Literal["before", "after"]
-Decay = Literal["none", "alibi", "retnet", "learned"]
+Decay = Literal["none", "alibi", "retnet", "learned", "gated"]
 Norm = Literal["group_norm", "denominator"]
 
 
@@ -64,7 +64,7 @@ class Conversion(Section):
     @classmethod
     def _shared_needs_decay(cls, value: bool | None, info: ValidationInfo) -> bool | None:
         if value and _effective("decay", info.data) == "none":
-            raise ValueError("there is no decay to share: set decay to alibi, retnet or learned")
+            raise ValueError("there is no decay to share: set decay to alibi, retnet, learned or gated")
         return value
 
     @field_validator("norm")

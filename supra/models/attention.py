@@ -16,40 +16,16 @@ from supra_kernels import linear_attention, linear_attention_step, window_attent
 
 from .cache import RecurrentLayer, SupraCache
 from .configuration_supra import SupraConfig
-from .decay import build_decay
+from .decay import build_decay, per_token
 from .decode import roll, step_sinks, window_step
 from .feature_maps import build_feature_maps
 from .fused_sequence import fused_sequence, fuses_sequence
 from .fused_step import fused_step, fuses
 from .packing import Packing, delay_rows
-from .precision import KeepsFloat32
 from .sinks import add_sinks, update_sinks
+from .window_mix import WindowMix
 
 Ablation = Literal["window_only", "linear_only"]
-# exp of it is far from fp32's end, also once multiplied by a long context's denominator.
-MAX_LOG_RATIO = 40.0
-
-
-class WindowMix(KeepsFloat32):
-    """How much the linear part counts against the softmax window: log r = a_h − b_h·lse, learned per query head.
-
-    With lse_i the log-sum-exp of the window's scores, the linear part enters the shared normaliser as
-    r_i·φ(q_i)·φ(k_j) against the window's exp(s_ij − lse_i). b = 1 would make φ(q)·φ(k) stand for exp(s) itself, b = 0
-    for a share of the window; in between, a peaked window leaves less to the past. Kept in fp32.
-    """
-
-    def __init__(self, num_heads: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads))
-        self.lse_weight = nn.Parameter(torch.empty(num_heads))
-
-    def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
-        heads = self.weight.shape[0]
-        return {"weight": torch.full((heads,), 2.5), "lse_weight": torch.full((heads,), 0.6)}
-
-    def forward(self, lse: Tensor) -> Tensor:
-        """Weight r [B, T, H] of the linear part from lse [B, T, H]."""
-        return (self.weight - self.lse_weight * lse).clamp(max=MAX_LOG_RATIO).exp()
 
 
 class SupraSoftmaxAttention(Qwen3Attention):
@@ -142,18 +118,19 @@ class SupraLinearAttention(nn.Module):
         """hidden_states [B, T, hidden] -> ([B, T, hidden], None); pads and documents come in `packing`."""
         batch_size, num_columns, _ = hidden_states.shape
         q, k, v = self._project(hidden_states)
+        log_decay = self.decay(hidden_states) if hasattr(self, "decay") else None
         memory: RecurrentLayer | None = None
         if cache is not None:
             layer = cache.layers[self.layer_idx]
             assert isinstance(layer, RecurrentLayer)
             memory = layer
         if packing is None and memory is not None and fuses(self, q, memory):
-            output = fused_step(self, q, k, v, position_embeddings, memory)
+            output = fused_step(self, q, k, v, log_decay, position_embeddings, memory)
             return self.o_proj(output.flatten(-2).to(hidden_states.dtype)), None
         if fuses_sequence(self, q):
-            output = fused_sequence(self, q, k, v, position_embeddings, memory, packing)
+            output = fused_sequence(self, q, k, v, log_decay, position_embeddings, memory, packing)
         else:
-            output = self._mix(q, k, v, position_embeddings, memory, packing)
+            output = self._mix(q, k, v, log_decay, position_embeddings, memory, packing)
         if packing is not None:
             output = packing.unpack(output, batch_size, num_columns)
         return self.o_proj(output.flatten(-2).to(hidden_states.dtype)), None
@@ -185,6 +162,7 @@ class SupraLinearAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        log_decay: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor],
         memory: RecurrentLayer | None,
         packing: Packing | None,
@@ -194,10 +172,11 @@ class SupraLinearAttention(nn.Module):
         q, k, mapped_q, mapped_k = self._map_features(q, k, position_embeddings)
         if packing is not None:
             q, k, v, mapped_q, mapped_k = (packing.pack(x) for x in (q, k, v, mapped_q, mapped_k))
+            log_decay = packing.pack(log_decay) if per_token(log_decay) else log_decay
         decoding = num_columns == 1 and packing is None and self.window and not torch.is_grad_enabled()
         if decoding and memory is not None and memory.recurrent_state is not None:
-            return self._decode(q, k, v, mapped_q, mapped_k, memory)
-        return self._attend(q, k, v, mapped_q, mapped_k, memory, packing, num_columns)
+            return self._decode(q, k, v, mapped_q, mapped_k, log_decay, memory)
+        return self._attend(q, k, v, mapped_q, mapped_k, log_decay, memory, packing, num_columns)
 
     def _attend(
         self,
@@ -206,13 +185,15 @@ class SupraLinearAttention(nn.Module):
         v: Tensor,
         mapped_q: Tensor,
         mapped_k: Tensor,
+        log_decay: Tensor | None,
         memory: RecurrentLayer | None,
         packing: Packing | None,
         num_columns: int,
     ) -> Tensor:
         """Mix values by the window and the state; all [B or 1, T or total, heads, ·] -> [B or 1, T or total, H, D]."""
         num_sequences = q.shape[0] if packing is None else packing.cu_seqlens.shape[0] - 1
-        past = self._past(memory, num_sequences, k, mapped_k, v)
+        remembered = (k, mapped_k, v, log_decay) if per_token(log_decay) else (k, mapped_k, v)
+        past = self._past(memory, num_sequences, remembered)
         window_part: tuple[Tensor, Tensor] | None = None
         streams: tuple[Tensor, ...] = ()
         sinks: tuple[Tensor, ...] = ()
@@ -230,17 +211,17 @@ class SupraLinearAttention(nn.Module):
             if self.config.num_sink_tokens:
                 window_part, sinks = self._with_sinks(window_part, q, k, v, past, where, packing)
             delay = delay_rows if packing is None else packing.delay
-            (_, past_k), (mapped_k, past_mapped_k), (v, past_v) = (
-                delay(stream, earlier) for stream, earlier in zip((k, mapped_k, v), past.streams, strict=True)
-            )
-            streams = (past_k, past_mapped_k, past_v)
+            pairs = zip(remembered, past.streams, strict=True)
+            delayed, streams = zip(*(delay(new, earlier) for new, earlier in pairs), strict=True)
+            _, mapped_k, v, *gate = delayed
+            log_decay = gate[0] if gate else log_decay
             if self.config.num_sink_tokens:
                 older = (where - self.window) >= self.config.num_sink_tokens
                 mapped_k = mapped_k * older[..., None, None].to(mapped_k.dtype)
         if window_part is not None and self.ablation == "window_only":
             output, state = window_part[0], None
         else:
-            linear_part, state = self._linear(mapped_q, mapped_k, v, memory, packing)
+            linear_part, state = self._linear(mapped_q, mapped_k, v, log_decay, memory, packing)
             output = self._normalise(linear_part, window_part)
         if memory is not None:
             lengths = num_columns if packing is None else packing.lengths
@@ -248,34 +229,46 @@ class SupraLinearAttention(nn.Module):
         return output
 
     def _decode(
-        self, q: Tensor, k: Tensor, v: Tensor, mapped_q: Tensor, mapped_k: Tensor, memory: RecurrentLayer
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mapped_q: Tensor,
+        mapped_k: Tensor,
+        log_decay: Tensor | None,
+        memory: RecurrentLayer,
     ) -> Tensor:
         """`_attend` for one token [B, 1, heads, ·] of every row: what the window drops goes into the state."""
         assert memory.num_seen is not None
-        num_seen, num_sinks = memory.num_seen, self.config.num_sink_tokens
-        (past_k, past_mapped_k, past_v), sinks = memory.window_streams, memory.sinks
-        (past_k, _), (past_mapped_k, leaving_k), (past_v, leaving_v) = (
-            roll(past_k, k), roll(past_mapped_k, mapped_k), roll(past_v, v)
-        )  # fmt: skip
+        num_seen, sinks, num_sinks = memory.num_seen, memory.sinks, self.config.num_sink_tokens
+        remembered = (k, mapped_k, v, log_decay) if per_token(log_decay) else (k, mapped_k, v)
+        pairs = zip(memory.window_streams, remembered, strict=True)
+        streams, leaving = zip(*(roll(earlier, new) for earlier, new in pairs), strict=True)
+        _, leaving_k, leaving_v, *gate = leaving
+        log_decay = gate[0] if gate else log_decay
         if num_sinks:
             sinks = (step_sinks(k, sinks[0], num_seen), step_sinks(v, sinks[1], num_seen))
             older = (num_seen - self.window) >= num_sinks
             leaving_k = leaving_k * older.view(-1, 1, 1, 1).to(leaving_k.dtype)
         window_part = window_step(
-            q, (past_k, past_v), (sinks[0], sinks[1]) if num_sinks else None, num_seen, self.head_dim**-0.5
-        )
-        linear_part, state = self._linear(mapped_q, leaving_k, leaving_v, memory, None)
-        memory.store(1, state, (past_k, past_mapped_k, past_v), sinks, num_seen + 1)
+            q, (streams[0], streams[2]), (sinks[0], sinks[1]) if num_sinks else None, num_seen, self.head_dim**-0.5
+        )  # fmt: skip
+        linear_part, state = self._linear(mapped_q, leaving_k, leaving_v, log_decay, memory, None)
+        memory.store(1, state, streams, sinks, num_seen + 1)
         return window_part[0] if self.ablation == "window_only" else self._normalise(linear_part, window_part)
 
     def _past(
-        self, memory: RecurrentLayer | None, num_sequences: int, k: Tensor, mapped_k: Tensor, v: Tensor
+        self, memory: RecurrentLayer | None, num_sequences: int, remembered: tuple[Tensor, ...]
     ) -> Past:
-        """What the window and the sinks hold before this segment: zeros at the start of a sequence."""
+        """What the window and the sinks hold before this segment: zeros at the start of a sequence.
+
+        `remembered` are the segment's own keys, mapped keys, values and whatever else the window delays.
+        """
         if memory is not None and memory.num_seen is not None:
             return Past(memory.window_streams, memory.sinks, memory.num_seen)
+        k, _, v = remembered[:3]
         num_seen = torch.zeros(num_sequences, dtype=torch.int64, device=k.device)
-        streams = tuple(x.new_zeros(num_sequences, self.window, *x.shape[2:]) for x in (k, mapped_k, v))
+        streams = tuple(x.new_zeros(num_sequences, self.window, *x.shape[2:]) for x in remembered)
         sinks = tuple(x.new_zeros(num_sequences, self.config.num_sink_tokens, *x.shape[2:]) for x in (k, v))
         return Past(streams, sinks, num_seen)
 
@@ -313,11 +306,11 @@ class SupraLinearAttention(nn.Module):
         mapped_q: Tensor,
         mapped_k: Tensor,
         v: Tensor,
+        log_decay: Tensor | None,
         memory: RecurrentLayer | None,
         packing: Packing | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The linear part [.., H, V] in fp32 (last column: the denominator, if there is one), and the new state."""
-        log_decay = self.decay(mapped_k) if hasattr(self, "decay") else None
         accumulate = torch.float64 if v.dtype == torch.float64 else torch.float32
         v = v.to(accumulate)
         scale = self.head_dim**-0.5
@@ -332,7 +325,7 @@ class SupraLinearAttention(nn.Module):
                 mapped_k[:, 0],
                 v[:, 0],
                 initial_state,
-                log_decay,
+                log_decay[:, 0] if per_token(log_decay) else log_decay,
                 scale=scale,
                 backend=self.backend,
             )

@@ -16,8 +16,8 @@ class RecurrentLayer(CacheLayerMixin):
     """What one linear layer remembers, the same size after 1 token and after 1 million.
 
     - `recurrent_state` [B, S, K, V]: everything older than the window, fp32;
-    - `window_streams`: the last w tokens' keys [B, w, G, D], mapped keys [B, w, G, K] and values [B, w, G, D],
-      right-aligned (oldest first), all zero where no token has come yet;
+    - `window_streams`: the last w tokens' keys [B, w, G, D], mapped keys [B, w, G, K], values [B, w, G, D] and, where
+      the decay is gated, log decays [B, w, S]; right-aligned (oldest first), all zero where no token has come yet;
     - `sinks`: the first tokens' keys and values [B, s, G, D], where the model keeps attention sinks;
     - `num_seen` [B]: real tokens seen by each row, pads left out.
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 FEATURE_MAPS = ("relu_dense", "relu", "hedgehog", "t2r", "elu", "identity")
 NON_NEGATIVE_FEATURE_MAPS = ("relu_dense", "relu", "hedgehog", "t2r", "elu")
 ROPE_POSITIONS = ("after", "before")
-DECAYS = ("none", "alibi", "retnet", "learned")
+DECAYS = ("none", "alibi", "retnet", "learned", "gated")
 ATTENTION_NORMS = ("group_norm", "denominator")
 LAYER_TYPES = ("linear_attention", "full_attention", "sliding_attention")
 # Frequencies of these move while the sequence grows; a recurrent state cannot be rotated again.
@@ -25,12 +25,14 @@ class SupraConfig(LlamaConfig):
     Every linear layer computes `o_i = Σ_{j≤i} γ^(i−j) (φ(q_i)·φ(k_j)) v_j` (arXiv 2405.06640, section 3) with
 
     - `feature_map`: φ, one of `FEATURE_MAPS`; `rope_position` places RoPE `after` φ (SUPRA) or `before` it (LoLCATs);
-    - `decay`: `none`, `alibi` (γ_h = exp(−2^(−8(h+1)/H))), `retnet` (γ_h = 1 − 2^(−5−h)) or `learned`; with
-      `decay_shared` one value per key/value head, so that the state is kept per key/value head;
+    - `decay`: `none`, `alibi` (γ_h = exp(−2^(−8(h+1)/H))), `retnet` (γ_h = 1 − 2^(−5−h)), `learned`, or `gated` (a γ_t
+      from each token: γ^(i−j) is Π_{j<t≤i} γ_t); with `decay_shared` one value per key/value head, so that the state is
+      kept per key/value head;
     - `attention_norm`: `group_norm` (one group per head) or `denominator` (Σ_j φ(q_i)·φ(k_j));
     - `teacher_layer_types`: what each layer was, so that training compares with the teacher as it is;
     - `window`: exact softmax over the last `window` tokens sharing the denominator with the linear part over the
-      older ones; 0 for none; with it, the first `num_sink_tokens` stay exact too (attention sinks).
+      older ones, which is that sum as it was `window` tokens ago (keys, values and γ_t all wait: the weight of j is
+      Π_{j<t≤i−window} γ_t); 0 for none; with it, the first `num_sink_tokens` stay exact too (attention sinks).
 
     Raises:
         ValueError: an unknown field or value, or a combination that has no meaning, each named.
@@ -179,7 +181,8 @@ class SupraConfig(LlamaConfig):
 def recurrent_state_bytes(config: SupraConfig, batch_size: int = 1, window_bytes_per_element: int = 2) -> int:
     """Bytes that generation keeps for the linear layers, whatever the context length.
 
-    The state [S, K, V] is fp32; the window's keys, mapped keys and values have the weights' dtype.
+    The state [S, K, V] and the window's log decays [w, S] are fp32; its keys, mapped keys and values have the weights'
+    dtype.
     """
     assert config.head_dim is not None and config.num_key_value_heads is not None
     state = config.num_state_heads * config.feature_dim * config.value_dim * 4
@@ -187,7 +190,8 @@ def recurrent_state_bytes(config: SupraConfig, batch_size: int = 1, window_bytes
     window_dims = config.window * (kv_dims + config.num_key_value_heads * config.feature_dim)
     sink_dims = config.num_sink_tokens * kv_dims
     num_seen = 8 if config.window else 0
-    per_layer = state + (window_dims + sink_dims) * window_bytes_per_element + num_seen
+    log_decays = config.window * config.num_state_heads * 4 if config.decay == "gated" else 0
+    per_layer = state + (window_dims + sink_dims) * window_bytes_per_element + log_decays + num_seen
     return batch_size * config.num_linear_layers * per_layer
 
 

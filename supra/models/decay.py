@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -73,10 +73,40 @@ class LearnedDecay(KeepsFloat32):
         return -F.softplus(self.weight)
 
 
+class GatedDecay(KeepsFloat32):
+    """log γ_{t,h} = −softplus(w_h·x_t + b_h) from the layer's input x_t: each token says what a head forgets.
+
+    One value per head and token as in Mamba-2 (arXiv 2405.21060: −exp(A_log)·softplus(w·x + b), here with A_log = 0),
+    which is a forget gate γ = σ(−w·x − b). w starts at 0 and b at ALiBi's decays, as `LearnedDecay` does, so that a
+    conversion starts as the fixed decay: without any forgetting softplus would be flat, and stay so. Kept in fp32.
+    """
+
+    def __init__(self, num_heads: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, hidden_size))
+        self.bias = nn.Parameter(torch.empty(num_heads))
+
+    def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
+        start = LearnedDecay(self.bias.shape[0]).initial_values(generator)["weight"]
+        return {"weight": torch.zeros(self.weight.shape, device="cpu"), "bias": start}
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states [B, T, hidden] -> log γ [B, T, heads] in the parameters' precision, under autocast too."""
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return -F.softplus(F.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias))
+
+
+def per_token(log_decay: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether log γ differs from token to token, [B, T, heads], and so travels with them."""
+    return log_decay is not None and log_decay.ndim == 3
+
+
 def build_decay(config: SupraConfig) -> nn.Module | None:
     """The decay of one layer, or None for γ = 1."""
     if config.decay == "none":
         return None
     if config.decay == "learned":
         return LearnedDecay(config.num_state_heads)
+    if config.decay == "gated":
+        return GatedDecay(config.num_state_heads, config.hidden_size)
     return FixedDecay(config.decay, config.num_state_heads)

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from supra_kernels import fused_operators
 
+from .decay import per_token
 from .feature_maps import DenseReLU, HeadwiseReLU, Hedgehog, headwise_linear
 from .fused_step import KERNEL_MAPS, known_maps
 
@@ -42,6 +43,7 @@ def fused_sequence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    log_decay: Tensor | None,
     position_embeddings: tuple[Tensor, Tensor],
     memory: RecurrentLayer | None,
     packing: Packing | None,
@@ -60,6 +62,7 @@ def fused_sequence(
     q, k = (_pre_activation(x, own_map) for x, own_map in zip((q, k), maps, strict=True))
     if packing is not None:
         q, k, v, cos, sin = (packing.pack(x) for x in (q, k, v, cos, sin))
+        log_decay = packing.pack(log_decay) if per_token(log_decay) else log_decay
     q_bias, k_bias = (getattr(own_map, "bias", None) for own_map in maps)
     front = kernels.Front(
         KERNEL_MAPS[type(maps[0])],
@@ -74,7 +77,7 @@ def fused_sequence(
     else:
         norm = kernels.Norm(layer.group_norm.weight, layer.group_norm.bias, layer.group_norm.eps)
     output, state = kernels.linear_attention(
-        q, k, v, layer.decay(q) if hasattr(layer, "decay") else None, scale=scale,
+        q, k, v, log_decay, scale=scale,
         initial_state=None if memory is None else memory.recurrent_state, output_final_state=memory is not None,
         cu_seqlens=None if packing is None else packing.cu_seqlens, front=front, norm=norm,
     )  # fmt: skip

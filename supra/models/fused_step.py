@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from supra_kernels import fused_operators
 
+from .decay import per_token
 from .feature_maps import DenseReLU, ELUPlusOne, HeadwiseReLU, Hedgehog, Identity
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def fused_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    log_decay: Tensor | None,
     position_embeddings: tuple[Tensor, Tensor],
     memory: RecurrentLayer,
 ) -> Tensor:
@@ -83,7 +85,8 @@ def fused_step(
     cos, sin = (None, None) if rope == "none" else (x[:, 0] for x in position_embeddings)
     state = memory.recurrent_state.contiguous()
     output = step.decode_step(
-        plan, q[:, 0], k[:, 0], v[:, 0], state, layer.decay(k) if hasattr(layer, "decay") else None,
+        plan, q[:, 0], k[:, 0], v[:, 0], state,
+        log_decay[:, 0] if per_token(log_decay) else log_decay,
         cos=cos, sin=sin, weights=step.StepWeights(**_weights(layer, map_q, map_k)),
     )  # fmt: skip
     memory.store(1, state, (), (), None)

@@ -65,7 +65,7 @@ def test_scalings_that_do_not_fit_are_refused(teacher: Any) -> None:
 
 
 def test_horizon_of_alibi_is_worked_by_hand(teacher_dir: Path, tmp_path: Path, student_dir: Path) -> None:
-    for decay in ("alibi", "learned"):  # a learned decay starts at ALiBi's
+    for decay in ("alibi", "learned", "gated"):  # the last two start at ALiBi's
         execute(
             make_plan(str(teacher_dir), Conversion(decay=decay)), tmp_path / decay, seed=0, recipe_yaml="{}"
         )

@@ -32,6 +32,10 @@ VARIANTS: dict[str, dict] = {
         "feature_map": "hedgehog", **DENOMINATOR, "decay": "learned",
         "decay_shared": True, "window": 5,
     },
+    "relu-gated": {"feature_map": "relu", "decay": "gated"},
+    "hedgehog-window-gated-shared": {
+        "feature_map": "hedgehog", **DENOMINATOR, "decay": "gated", "decay_shared": True, "window": 4,
+    },
     "sinks": {
         "feature_map": "hedgehog", **DENOMINATOR, "decay": "none", "window": 3,
         "num_sink_tokens": 2,
@@ -71,7 +75,7 @@ def tiny_model(dtype: torch.dtype = torch.float64, **fields) -> SupraForCausalLM
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "embed" not in name:
                 parameter.mul_(4)
-            if "feature_map" in name or "window_mix" in name:
+            if any(part in name for part in ("feature_map", "window_mix", "decay")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     return model
 

@@ -10,7 +10,27 @@ from torch.testing import assert_close
 from supra.models import SupraForCausalLM
 
 
-def dense_attention(layer, q: Tensor, k: Tensor, v: Tensor, mapped_q: Tensor, mapped_k: Tensor) -> Tensor:
+def log_weights(layer, hidden: Tensor) -> Tensor:
+    """[B or 1, H, T, T]: the log of what decay leaves of token j at token i, counted from the window's edge."""
+    heads, T, window = layer.num_heads, hidden.shape[1], layer.config.window
+    i, j = torch.arange(T)[:, None], torch.arange(T)[None, :]
+    if not hasattr(layer, "decay"):
+        return torch.zeros(1, heads, T, T, dtype=hidden.dtype)
+    if layer.config.decay != "gated":
+        log_decay = layer.decay(hidden)
+        log_decay = log_decay.repeat_interleave(heads // log_decay.shape[0])
+        return (log_decay[:, None, None] * (i - j - window).clamp(min=0)).unsqueeze(0)
+    # A forget gate: γ_t = σ(−(w·x_t + b)). Tokens j < t ≤ i − window have passed since j was read.
+    log_gate = torch.einsum("btc,sc->bst", hidden, layer.decay.weight) + layer.decay.bias[:, None]
+    log_gate = torch.log(torch.sigmoid(-log_gate)).repeat_interleave(heads // log_gate.shape[1], dim=1)
+    t = torch.arange(T)
+    between = (j.unsqueeze(-1) < t) & (t <= i.unsqueeze(-1) - window)
+    return torch.einsum("bht,ijt->bhij", log_gate, between.to(log_gate.dtype))
+
+
+def dense_attention(
+    layer, hidden: Tensor, q: Tensor, k: Tensor, v: Tensor, mapped_q: Tensor, mapped_k: Tensor
+) -> Tensor:
     """o [B, T, H, D] by the definition: every query against every key."""
     config, T = layer.config, q.shape[1]
     n = layer.num_heads // layer.num_key_value_heads
@@ -19,12 +39,9 @@ def dense_attention(layer, q: Tensor, k: Tensor, v: Tensor, mapped_q: Tensor, ma
     age, window, sinks = i - j, config.window, config.num_sink_tokens
     exact = (age >= 0) & ((age < window) | (j < sinks)) if window else torch.zeros(T, T, dtype=torch.bool)
     recurrent = (age >= 0) & ~exact
-    linear = torch.einsum("bihd,bjhd->bhij", mapped_q, mapped_k) * recurrent
-    if hasattr(layer, "decay"):
-        log_decay = layer.decay(q)
-        if log_decay.shape[0] != layer.num_heads:
-            log_decay = log_decay.repeat_interleave(n)
-        linear = linear * torch.exp(log_decay[:, None, None] * (age - window).clamp(min=0))
+    linear = (
+        torch.einsum("bihd,bjhd->bhij", mapped_q, mapped_k) * recurrent * log_weights(layer, hidden).exp()
+    )
     if config.attention_norm == "group_norm":
         output = torch.einsum("bhij,bjhd->bihd", linear * layer.head_dim**-0.5, v)
         mean, var = output.mean(-1, keepdim=True), output.var(-1, keepdim=True, unbiased=False)
@@ -55,6 +72,6 @@ def test_layer_equals_its_definition(model: SupraForCausalLM, length: int) -> No
     for layer in layers[:1]:
         q, k, v = layer._project(hidden)
         q, k, mapped_q, mapped_k = layer._map_features(q, k, rope)
-        expected = layer.o_proj(dense_attention(layer, q, k, v, mapped_q, mapped_k).flatten(-2))
+        expected = layer.o_proj(dense_attention(layer, hidden, q, k, v, mapped_q, mapped_k).flatten(-2))
         got, _ = layer(hidden, rope)
         assert_close(got, expected, rtol=1e-8, atol=1e-8)

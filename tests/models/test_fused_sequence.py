@@ -31,6 +31,7 @@ FIELDS: list[dict[str, Any]] = [
     {"feature_map": "hedgehog", "rope_position": "before", "attention_norm": "denominator", "decay": "none"},
     {"feature_map": "elu", "rope_position": "after", "decay": "learned"},
     {"feature_map": "identity", "rope_position": "after", "decay": "retnet"},
+    {"feature_map": "relu", "rope_position": "after", "decay": "gated"},
 ]
 IDS = [f"{fields['feature_map']}-{fields['decay']}" for fields in FIELDS]
 
@@ -76,7 +77,7 @@ def test_logits_and_gradients_with_pads(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fields", [FIELDS[0], FIELDS[3]], ids=[IDS[0], IDS[3]])
+@pytest.mark.parametrize("fields", [FIELDS[0], FIELDS[3], FIELDS[6]], ids=[IDS[0], IDS[3], IDS[6]])
 def test_prefill_in_two_parts_goes_on_from_the_state(make_model: MakeModel, fields: dict[str, Any]) -> None:
     model = make_model(torch.float32, **{**SMALL, **fields}).to(DEVICE)
     ids = tokens(1, 7)

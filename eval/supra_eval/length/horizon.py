@@ -15,12 +15,14 @@ def decay_horizon(model: Any, kept: float = KEPT) -> list[float]:
     """For each linear layer with a decay, the tokens n after which its slowest head keeps `kept`: γ^n = kept.
 
     Empty for a model without decay (or without linear layers), whose state never fades; infinite for a head with γ = 1.
+    A gated decay is taken at an input of zeros, where the gate is its bias: tokens make it shorter or longer.
     """
     layers = model.linear_layers() if hasattr(model, "linear_layers") else []
     horizons = []
     for layer in layers:
         if hasattr(layer, "decay"):
-            slowest = float(layer.decay(torch.empty(0, dtype=torch.float64, device=model.device)).max())
+            nothing = torch.zeros(1, 1, layer.config.hidden_size, dtype=torch.float64, device=model.device)
+            slowest = float(layer.decay(nothing).max())
             horizons.append(math.log(kept) / slowest if slowest < 0 else math.inf)
     return horizons
 

@@ -1,0 +1,33 @@
+"""How the linear part and the softmax window share one normaliser."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .precision import KeepsFloat32
+
+# exp of it is far from fp32's end, also once multiplied by a long context's denominator.
+MAX_LOG_RATIO = 40.0
+
+
+class WindowMix(KeepsFloat32):
+    """How much the linear part counts against the softmax window: log r = a_h − b_h·lse, learned per query head.
+
+    With lse_i the log-sum-exp of the window's scores, the linear part enters the shared normaliser as
+    r_i·φ(q_i)·φ(k_j) against the window's exp(s_ij − lse_i). b = 1 would make φ(q)·φ(k) stand for exp(s) itself, b = 0
+    for a share of the window; in between, a peaked window leaves less to the past. Kept in fp32.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads))
+        self.lse_weight = nn.Parameter(torch.empty(num_heads))
+
+    def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
+        heads = self.weight.shape[0]
+        return {"weight": torch.full((heads,), 2.5), "lse_weight": torch.full((heads,), 0.6)}
+
+    def forward(self, lse: Tensor) -> Tensor:
+        """Weight r [B, T, H] of the linear part from lse [B, T, H]."""
+        return (self.weight - self.lse_weight * lse).clamp(max=MAX_LOG_RATIO).exp()
