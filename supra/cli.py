@@ -14,8 +14,9 @@ import typer
 from . import __version__
 from .cli_eval import evaluate, report
 from .cli_recipes import recipes_app
-from .console import Backend, Device, Dtype, Json, Threads, say, set_threads, show, speaks
-from .errors import SupraError, UserError
+from .cli_train import train
+from .console import Backend, Device, Dtype, Json, Threads, say, set_threads, show
+from .errors import SupraError
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.add_typer(recipes_app, name="recipes")
 app.command(name="eval")(evaluate)
 app.command()(report)
+app.command()(train)
 
 
 @app.callback(invoke_without_command=True)
@@ -165,49 +167,6 @@ def convert(
         )
     typer.echo(result.to_json() if as_json else str(out))
     say(f"next: supra train {recipe or 'hedgehog-window'} --model {out} -o runs/first")
-
-
-@app.command()
-def train(
-    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name or a YAML file.")],
-    model: Annotated[Path | None, typer.Option("--model", help="Folder that `supra convert` wrote.")] = None,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Run folder: metrics, checkpoints, final model.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the run folder's last checkpoint.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Estimate tokens, time, memory and disk; train nothing.")
-    ] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a field: stages.0.total_tokens=1e6.")
-    ] = None,
-    threads: Threads = 0,
-    as_json: Json = False,
-) -> None:
-    """Train a converted model by a recipe; kill it at any time and go on with --resume."""
-    from . import config
-
-    loaded = config.load(recipe, overrides or [])
-    if model is None:
-        raise UserError("--model", "is missing", "Give the folder that `supra convert` wrote")
-    run_dir = out or Path("runs") / loaded.name
-    set_threads(threads)
-    from . import train as training
-
-    if dry_run:
-        estimate = training.dry_run(loaded, model, run_dir)
-        if as_json:
-            typer.echo(estimate.to_json())
-        else:
-            show(estimate.render())
-        say(f"next: supra train {recipe} --model {model} -o {run_dir}")
-        return
-    final = training.run_training(loaded, model, run_dir, resume=resume)
-    if speaks():
-        typer.echo(json.dumps({"model": str(final), "run": str(run_dir)}) if as_json else str(final))
-    say(f"next: supra generate {final} 'Once upon a time' · supra eval {final} --teacher TEACHER --data FILE")
 
 
 @app.command()
