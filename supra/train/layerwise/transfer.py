@@ -26,12 +26,13 @@ from supra.errors import UserError
 from supra.models import SupraForCausalLM, is_new_parameter
 from supra.train import checkpoint
 from supra.train.checkpoint import Position
+from supra.train.data import derived_seed
 from supra.train.layerwise.hidden_states import HiddenStates, StoredEmbedding
 from supra.train.layerwise.shells import Passage, student_layer, teacher_layer
 from supra.train.losses.context import model_inputs
 from supra.train.mixture import MixedData
 from supra.train.run_folder import write_whole
-from supra.train.stage import StageRunner, derived_seed, metrics_row
+from supra.train.stage import StageRunner, metrics_row
 from supra.train.tracking import Metrics, Reporter, StageProgress
 from supra.weights.reader import StreamedEmbedding, TensorReader, tensor_places
 
