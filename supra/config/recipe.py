@@ -27,6 +27,9 @@ class Recipe(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: str = Field(default="auto", min_length=1)
+    strategy: Literal["ddp", "fsdp2"] = (
+        "ddp"  # of several processes: each holds the model, or they share it out
+    )
     adapters: Literal["merge", "keep"] = (
         "merge"  # in the exported model: folded into the weights, or beside them
     )
@@ -64,7 +67,9 @@ class Recipe(Section):
         return flatten(self.model_dump(mode="json")).keys() - given.keys()
 
 
-_PROSE = frozenset({"description", "source", "cost", "expected", "command", "checkpoint_every_steps"})
+_PROSE = frozenset(
+    {"description", "source", "cost", "expected", "command", "checkpoint_every_steps", "strategy"}
+)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from supra.errors import SupraError
+from supra.train.sharding import like
 
 KEPT = 2
 
@@ -135,11 +136,11 @@ def restore_moments(
     parameters: dict[str, nn.Parameter],
     moments: dict[str, dict[str, Tensor]],
 ) -> None:
-    """Put back what `moments_of` gave, on each parameter's device (step counters stay on the CPU)."""
+    """Put back what `moments_of` gave, where and as each parameter lies (step counters stay on the CPU)."""
     for name, state in moments.items():
         parameter = parameters[name]
         optimizer.state[parameter] = {
-            key: tensor if key == "step" else tensor.to(parameter.device) for key, tensor in state.items()
+            key: tensor if key == "step" else like(parameter, tensor) for key, tensor in state.items()
         }
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +13,26 @@ from torch import Tensor
 
 from supra.config import Recipe
 from supra.errors import SupraError
-from supra.models import SupraForCausalLM
 from supra.train.checkpoint import sync_folder
 from supra.train.run_folder import versions, write_whole
-from supra.weights.headers import INDEX_NAME
 from supra.weights.reader import TORCH_DTYPES, tensor_places
 
-_FP32_MODULES = ("decay", "window_mix")  # kept in fp32 whatever the weights' dtype, as the model loads them
-_OURS = {"config.json", "README.md", "recipe.yaml", "supra.json", "model.safetensors.index.json"}
+_OURS = {"README.md", "recipe.yaml", "supra.json"}
 
 
 def export_model(
-    write_weights: Callable[[Path, Path], None],
+    tensors: dict[str, Tensor],
+    adapters: PeftModel | None,
     *,
     recipe: Recipe,
     model_dir: Path,
     target: Path,
     training: dict[str, Any],
 ) -> Path:
-    """Write `target` beside, then rename it; `write_weights(model_dir, folder)` writes weights and config.json.
+    """Write `target` beside, then rename it: the conversion in `model_dir` with `tensors` in the place of its own.
 
-    The tokenizer and other files of the conversion in `model_dir` come along.
+    So what was not trained is the conversion's bit for bit, and the model need not be in memory. Adapters, where they
+    are kept, lie in `target/adapter` for peft.
 
     Raises:
         SupraError: it cannot be written.
@@ -43,7 +41,12 @@ def export_model(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        write_weights(model_dir, partial)
+        if adapters is not None:
+            adapters.peft_config["default"].base_model_name_or_path = str(target)
+            adapters.save_pretrained(str(partial / "adapter"), save_embedding_layers=False)
+            (partial / "adapter" / "README.md").unlink(missing_ok=True)  # peft's empty template
+            adapters.unload()
+        _write_weights(tensors, model_dir, partial)
         _copy_the_rest(model_dir, partial)
         _write_documents(recipe, model_dir, partial, training)
         _share_with_group(partial)
@@ -57,32 +60,17 @@ def export_model(
     return target
 
 
-def write_student(
-    student: SupraForCausalLM, adapters: PeftModel | None, model_dir: Path, folder: Path
-) -> None:
-    """The trained model in the dtype of the conversion; adapters that are kept lie in `folder/adapter` for peft."""
-    if adapters is not None:
-        # The folder is renamed to that of the finished model.
-        adapters.peft_config["default"].base_model_name_or_path = str(folder.with_suffix(""))
-        adapters.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
-        (folder / "adapter" / "README.md").unlink(missing_ok=True)  # peft's empty template
-        adapters.unload()
-    _write_weights(student, model_dir, folder)
-
-
-def patch_weights(tensors: dict[str, Tensor], model_dir: Path, folder: Path) -> None:
-    """The conversion's files as they are, but for the bytes of `tensors`: the model is never in memory."""
+def _write_weights(tensors: dict[str, Tensor], model_dir: Path, folder: Path) -> None:
+    """Copy the conversion's weight files, then overwrite the bytes of `tensors` in the dtype they have there."""
     places = tensor_places(model_dir)
     for path in sorted({path for path, _ in places.values()}):
         shutil.copyfile(path, folder / path.name)
     for name, tensor in tensors.items():
         path, info = places[name]
+        value = tensor.detach().to("cpu", TORCH_DTYPES[info.dtype]).contiguous()
         with open(folder / path.name, "r+b") as file:
             file.seek(info.start)
-            file.write(tensor.to(TORCH_DTYPES[info.dtype]).contiguous().view(torch.uint8).numpy().data)
-    for name in ("config.json", INDEX_NAME):
-        if (model_dir / name).exists():
-            shutil.copyfile(model_dir / name, folder / name)
+            file.write(value.view(torch.uint8).numpy().data)
 
 
 def _share_with_group(folder: Path) -> None:
@@ -99,22 +87,8 @@ def stored_dtype(model_dir: Path) -> torch.dtype:
     return getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
 
 
-def _write_weights(student: SupraForCausalLM, model_dir: Path, folder: Path) -> None:
-    dtype = stored_dtype(model_dir)
-    tensors = {
-        name: tensor.to(torch.float32 if any(part in _FP32_MODULES for part in name.split(".")) else dtype)
-        for name, tensor in student.state_dict().items()
-    }
-    if student.config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
-    student.save_pretrained(folder, state_dict=tensors)
-    config = json.loads((folder / "config.json").read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")  # the library wrote that of the weights in memory
-    write_whole(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
 def _copy_the_rest(model_dir: Path, folder: Path) -> None:
-    """Tokenizer, generation config, chat template, licence: all that is not weights or ours to write."""
+    """Configuration, index, tokenizer, chat template, licence: all that is not weights or ours to write."""
     for path in model_dir.iterdir():
         if path.is_file() and path.suffix != ".safetensors" and path.name not in _OURS:
             shutil.copyfile(path, folder / path.name)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from supra.config import Optimizer
 from supra.models import is_new_parameter
@@ -30,9 +31,10 @@ def lr_multiplier(config: Optimizer, step: int, num_steps: int) -> float:
 
 def build_optimizer(config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
     """AdamW over named parameters; new ones at lr × new_lr_ratio, vectors without weight decay."""
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        groups.setdefault((is_new_parameter(name), parameter.ndim >= 2), []).append(parameter)
+        sharded = isinstance(parameter, DTensor)  # torch takes a step with either kind, not with both at once
+        groups.setdefault((is_new_parameter(name), parameter.ndim >= 2, sharded), []).append(parameter)
     return torch.optim.AdamW(
         [
             {
@@ -40,7 +42,7 @@ def build_optimizer(config: Optimizer, parameters: Mapping[str, nn.Parameter]) -
                 "base_lr": config.lr * (config.new_lr_ratio if new else 1.0),
                 "weight_decay": config.weight_decay if matrix else 0.0,
             }
-            for (new, matrix), members in groups.items()
+            for (new, matrix, _), members in groups.items()
         ],
         lr=config.lr,
         betas=config.betas,

@@ -36,6 +36,10 @@ class Processes:
         """This process's part of a step's work; the parts differ in length by one at most."""
         return items[self.index :: self.count]
 
+    def rounds(self, num_items: int) -> int:
+        """The largest number of items that falls to one process."""
+        return -(-num_items // self.count)
+
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace each gradient by its sum over the processes; one that had nothing to do counts as zero."""
         if self.count == 1:

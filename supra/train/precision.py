@@ -73,6 +73,12 @@ def make_accelerator(recipe: Recipe) -> tuple[Accelerator, Precision]:
         keep_freed_memory()
     precision = resolve_precision(recipe.dtype, device)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if recipe.strategy == "fsdp2" and launched == 1:
+        raise UserError(
+            "strategy fsdp2",
+            "one process has nobody to share the model with",
+            "Start several by `torchrun --nproc-per-node N -m supra train …`, or use --set strategy=ddp",
+        )
     if launched > 1 and device.type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = (
             "true"  # else Accelerate looks for GPUs and each process stays alone

@@ -7,16 +7,18 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from supra.config import Recipe
 from supra.errors import SupraError
 from supra.models import SupraForCausalLM
 from supra.train import checkpoint
 from supra.train.data import Batch, derived_seed
-from supra.train.losses import StageLoss
+from supra.train.losses import NOTHING, StageLoss
 from supra.train.mixture import MixedData, Mixture
 from supra.train.optim import build_optimizer, lr_multiplier, set_lr
 from supra.train.parallel import Processes
+from supra.train.sharding import assign, clip_grad_norm, is_sharded, whole_on_cpu
 from supra.train.teacher import without_adapters
 from supra.train.trainable import enter_stage
 
@@ -68,6 +70,7 @@ class StageRunner:
         self.data = MixedData(text, length=self.stage.length, seed=derived_seed(recipe.seed, index))
         self.trainable = enter_stage(self.stage, student, teacher, derived_seed(recipe.seed, index, 1))
         self.optimizer = accelerator.prepare(build_optimizer(self.stage.optimizer, self.trainable.parameters))
+        self.sharded = is_sharded(student)
         self.loss = StageLoss(self.stage, student, teacher, accelerator)
         student.train()
 
@@ -88,20 +91,24 @@ class StageRunner:
             SupraError: the loss or the gradient is not finite; the weights are not touched then.
         """
         batches = self.batches(step, limit)
-        num_targets = self.loss.num_targets(batches)
-        mine = self.processes.share(list(enumerate(batches)))
+        targets = self.loss.num_targets(batches)
+        mine = [(number, batch, targets) for number, batch in self.processes.share(list(enumerate(batches)))]
+        if (
+            self.sharded
+        ):  # a block is gathered by all at once: who has less to do repeats what counts for nothing
+            mine += [(0, batches[0], NOTHING)] * (self.processes.rounds(len(batches)) - len(mine))
         self.accelerator.gradient_accumulation_steps = max(1, len(mine))
         total = torch.zeros((), device=self.accelerator.device)
-        for number, batch in mine:
+        for number, batch, counted in mine:
             # Of dropout: a micro-batch draws the same whichever process it falls to.
             torch.manual_seed(derived_seed(self.recipe.seed, self.index, step, 2, number))
             with self.accelerator.accumulate(self.student):
-                total += self.loss(batch, num_targets)
-        self.processes.sum_gradients(self.trainable.parameters.values())
+                total += self.loss(batch, counted)
+        trained = self.trainable.parameters.values()
+        self.processes.sum_gradients(p for p in trained if not isinstance(p, DTensor))
         self.processes.sum(total)
-        clip = self.stage.optimizer.grad_clip or math.inf
-        grad_norm = self.accelerator.clip_grad_norm_(list(self.trainable.parameters.values()), clip)
-        loss, norm = float(total), float(grad_norm) if grad_norm is not None else 0.0
+        grad_norm = clip_grad_norm(trained, self.stage.optimizer.grad_clip or math.inf)
+        loss, norm = float(total), float(grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise self._not_finite(step, loss, norm, batches)
         multiplier = lr_multiplier(self.stage.optimizer, step, self.stage.num_steps)
@@ -112,8 +119,9 @@ class StageRunner:
         return StepResult(loss, norm, self.stage.optimizer.lr * multiplier, num_tokens)
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """The optimiser's state by parameter name."""
-        return checkpoint.moments_of(self.optimizer.optimizer, self.trainable.parameters)
+        """The optimiser's state by parameter name; where it is sharded, every process must ask at the same time."""
+        found = checkpoint.moments_of(self.optimizer.optimizer, self.trainable.parameters)
+        return {name: whole_on_cpu(state) for name, state in found.items()}
 
     def adapters(self) -> dict[str, Tensor]:
         """The adapters' weights by parameter name."""
@@ -144,17 +152,20 @@ class StageRunner:
 
 
 def changed_tensors(student: SupraForCausalLM, ever_trained: set[str]) -> dict[str, Tensor]:
-    """The student's tensors, by plain name, that a stage has trained so far or trains now."""
+    """The student's tensors, by plain name, that a stage has trained so far or trains now.
+
+    Where the student is sharded, every process must ask at the same time.
+    """
     tensors: dict[str, Tensor] = {}
     for name, parameter in student.named_parameters():
         plain = without_adapters(name)
         if ".lora_" not in name and (parameter.requires_grad or plain in ever_trained):
             tensors[plain] = parameter.data
-    return tensors
+    return whole_on_cpu(tensors)
 
 
 def put_tensors(student: SupraForCausalLM, tensors: dict[str, Tensor]) -> None:
-    """Give parameters new values in new memory: a teacher that shares the old memory keeps what it had."""
+    """Give parameters new values; a teacher keeps those that it had."""
     parameters: dict[str, nn.Parameter] = dict(student.named_parameters())
     for name, tensor in tensors.items():
-        parameters[name].data = tensor.to(parameters[name].device, parameters[name].dtype)
+        assign(parameters[name], tensor)

@@ -4,18 +4,22 @@ import copy
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from supra.models import SupraForCausalLM
+from supra.train.sharding import is_sharded, sharded_teacher
 
 
 def build_teacher(student: SupraForCausalLM) -> SupraForCausalLM:
-    """A frozen teacher that shares every tensor with `student` (one copy in memory).
+    """A frozen teacher that shares every tensor with `student` (one copy in memory) but those that are sharded.
 
     Must be called before the student trains anything but new parameters: what it shares is what it is.
     """
     config = copy.deepcopy(student.config)
     config.layer_types = list(config.teacher_layer_types or [])
     config.window = 0
+    if is_sharded(student):
+        return sharded_teacher(student, config)
     with torch.device("meta"):
         teacher = SupraForCausalLM(config)
     wanted = teacher.state_dict().keys()
@@ -28,9 +32,11 @@ def build_teacher(student: SupraForCausalLM) -> SupraForCausalLM:
 
 def detach_from_teacher(parameters: dict[str, nn.Parameter], teacher: SupraForCausalLM) -> None:
     """Give each parameter that shares the teacher's memory its own, before it trains in place."""
-    shared = {tensor.data_ptr() for tensor in teacher.parameters()}
+    shared = {tensor.data_ptr() for tensor in teacher.parameters() if not isinstance(tensor, DTensor)}
     for parameter in parameters.values():
-        if parameter.data_ptr() in shared:
+        if (
+            not isinstance(parameter, DTensor) and parameter.data_ptr() in shared
+        ):  # shards are the teacher's own
             parameter.data = parameter.data.clone()
 
 

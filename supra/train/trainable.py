@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
 
 from supra.config import Lora, Stage
 from supra.errors import UserError
 from supra.models import SupraForCausalLM, is_new_parameter
+from supra.train.sharding import assign, is_sharded, whole
 from supra.train.teacher import detach_from_teacher
 
 
@@ -21,10 +23,25 @@ class Trainable:
 
     def merge(self) -> None:
         """Fold the adapters into the weights they adapt; the teacher keeps the tensors it shares."""
-        if self.adapters is not None:
+        if self.adapters is None:
+            return
+        if is_sharded(self.adapters):
+            _merge_into_shards(self.adapters)
+            self.adapters.unload()
+        else:
             # safe_merge adds in a copy and points the weight to it: what the teacher holds stays as it was.
             self.adapters.merge_and_unload(safe_merge=True)
-            self.adapters = None
+        self.adapters = None
+
+
+def _merge_into_shards(adapters: PeftModel) -> None:
+    """Add each adapter's product to the rows of the weight that lie here."""
+    for module in adapters.modules():
+        if isinstance(module, LoraLayer):
+            weight = module.get_base_layer().weight
+            assert isinstance(weight, nn.Parameter)
+            delta: Tensor = module.get_delta_weight("default")  # type: ignore[operator]  # its Linear has it
+            assign(weight, whole(weight.detach()) + delta)
 
 
 def check_trainable(stage: Stage, student: SupraForCausalLM) -> None:

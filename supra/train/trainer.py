@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch import Tensor
 
 from supra.config import Conversion, Data, Recipe
 from supra.console import speaks
@@ -23,12 +24,13 @@ from supra.loading import load_model, load_outline
 from supra.models import SupraConfig, SupraForCausalLM
 from supra.train import checkpoint
 from supra.train.checkpoint import Checkpoint, Position
-from supra.train.export import export_model, patch_weights, write_student
+from supra.train.export import export_model
 from supra.train.layerwise import transfer_layerwise
 from supra.train.mixture import Mixture
 from supra.train.parallel import Processes
 from supra.train.precision import Precision, make_accelerator
 from supra.train.run_folder import check_new_or_resumed, open_run
+from supra.train.sharding import load_sharded, num_sharded_units
 from supra.train.stage import StageRunner, StepResult, changed_tensors, metrics_row, put_tensors
 from supra.train.teacher import build_teacher, without_adapters
 from supra.train.tokens import TokenStore, load_tokens
@@ -55,7 +57,17 @@ class Prepared:
         return Processes(self.accelerator)
 
     def load_student(self) -> None:
-        """The weights themselves, in place of the outline."""
+        """The weights themselves, in place of the outline.
+
+        Raises:
+            SupraError: they were to be sharded and are not.
+        """
+        if self.recipe.strategy == "fsdp2":
+            device, config = self.accelerator.device, self.student.config
+            self.student = load_sharded(self.model_dir, config, device, self.backend)
+            if num_sharded_units(self.student) != 2 * config.num_hidden_layers:
+                raise SupraError("strategy fsdp2", "the layers were not sharded", "Use strategy=ddp.")
+            return
         device = str(self.accelerator.device.type)
         self.student = load_model(
             self.model_dir, device=device, dtype="float32", backend=self.backend, tokenizer=False
@@ -100,7 +112,7 @@ class Prepared:
     def describe(self) -> str:
         """One line naming what runs."""
         count = self.processes.count
-        together = f"{count} processes · " if count > 1 else ""
+        together = f"{count} processes · strategy {self.recipe.strategy} · " if count > 1 else ""
         return (
             f"{together}device {self.accelerator.device} · dtype {self.precision} · backend {self.backend} · "
             f"attention {self.student.config._attn_implementation}"
@@ -114,8 +126,9 @@ def prepare(recipe: Recipe, model_dir: Path, reporter: Reporter) -> Prepared:
         UserError: the model is not converted or not as the recipe says, or the text is missing or too short.
     """
     accelerator, precision = make_accelerator(recipe)
-    # A layerwise stage does without the whole model: only its outline is needed so far.
-    load = load_outline if recipe.stages[0].layerwise else partial(load_model, dtype="float32")
+    # A layerwise stage does without the whole model, and a sharded one is read in shards: the outline will do so far.
+    later = recipe.stages[0].layerwise or recipe.strategy == "fsdp2"
+    load = load_outline if later else partial(load_model, dtype="float32")
     loaded = load(model_dir, device=str(accelerator.device.type), backend=recipe.backend)
     if not isinstance(loaded.model, SupraForCausalLM):
         raise UserError(str(model_dir), "it is not a converted model", "Run `supra convert` first.")
@@ -179,6 +192,7 @@ def run_training(
             transfer_layerwise(prepared, run_dir, reporter)
             if len(recipe.stages) == 1:
                 return export_transferred(prepared, run_dir)
+        if prepared.student.device.type == "meta":
             prepared.load_student()
         return _Run(prepared, run_dir, reporter, on_stage_end).run()
     finally:
@@ -217,7 +231,8 @@ def export_transferred(prepared: Prepared, run_dir: Path) -> Path:
     saved = checkpoint.load_newest(run_dir, lambda _: None)
     assert saved is not None
     return export_model(
-        partial(patch_weights, saved.model),
+        saved.model,
+        None,
         recipe=prepared.recipe,
         model_dir=prepared.model_dir,
         target=run_dir / "model",
@@ -257,7 +272,8 @@ class _Run:
         finally:
             if self.metrics is not None:
                 self.metrics.close()
-        self.processes.on_main(self._export)
+        tensors = changed_tensors(self.student, self.ever_trained)
+        self.processes.on_main(lambda: self._export(tensors))
         return self.run_dir / "model"
 
     def _run_stage(self, index: int, position: Position, saved: Checkpoint | None) -> Position:
@@ -312,19 +328,18 @@ class _Run:
         return position
 
     def _save(self, position: Position, runner: StageRunner | None) -> None:
+        # Outside of what the main process does alone: shards are gathered by all.
+        model = changed_tensors(self.student, self.ever_trained)
+        moments = runner.moments() if runner else {}
+        adapters = runner.adapters() if runner else {}
         self.processes.on_main(
-            lambda: checkpoint.save(
-                self.run_dir,
-                position,
-                model=changed_tensors(self.student, self.ever_trained),
-                adapters=runner.adapters() if runner else {},
-                moments=runner.moments() if runner else {},
-            )
+            lambda: checkpoint.save(self.run_dir, position, model=model, adapters=adapters, moments=moments)
         )
 
-    def _export(self) -> Path:
+    def _export(self, tensors: dict[str, Tensor]) -> Path:
         return export_model(
-            partial(write_student, self.student, self.adapters),
+            tensors,
+            self.adapters,
             recipe=self.recipe,
             model_dir=self.prepared.model_dir,
             target=self.run_dir / "model",

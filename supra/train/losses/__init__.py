@@ -12,8 +12,10 @@ from supra.config import Stage
 from supra.models import SupraForCausalLM
 from supra.train.data import IGNORED, Batch
 from supra.train.losses.attention import attention_loss
-from supra.train.losses.context import LossContext, Targets
+from supra.train.losses.context import NOTHING, LossContext, Targets
 from supra.train.losses.logits import ce_loss, kl_loss
+
+__all__ = ["NOTHING", "StageLoss", "Targets"]
 
 _LOSSES = {"attention": attention_loss, "kl": kl_loss, "ce": ce_loss}
 

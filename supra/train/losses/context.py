@@ -1,5 +1,6 @@
 """What every loss of a stage reads: the stage, the two models and how this process computes."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,8 +15,11 @@ from supra.train.data import Batch
 class Targets(NamedTuple):
     """What a step's losses average over: all its tokens, and those that have a label."""
 
-    num_tokens: int
-    num_labels: int
+    num_tokens: float
+    num_labels: float
+
+
+NOTHING = Targets(math.inf, math.inf)  # with it a micro-batch adds zero to loss and gradients
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def ce_loss(context: LossContext, batch: Batch, targets: Targets) -> Tensor:
     return _through_the_head(context, batch, _ce_of_chunk(batch, targets.num_labels))
 
 
-def _kl_of_chunk(context: LossContext, batch: Batch, num_targets: int) -> ChunkLoss:
+def _kl_of_chunk(context: LossContext, batch: Batch, num_targets: float) -> ChunkLoss:
     assert context.teacher is not None
     teacher, temperature = context.teacher, context.stage.kl_temperature
     with torch.no_grad(), context.accelerator.autocast():
@@ -62,7 +62,7 @@ def _kl_of_chunk(context: LossContext, batch: Batch, num_targets: int) -> ChunkL
     return chunk_loss
 
 
-def _ce_of_chunk(batch: Batch, num_targets: int) -> ChunkLoss:
+def _ce_of_chunk(batch: Batch, num_targets: float) -> ChunkLoss:
     labels = batch.labels.flatten()
 
     def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:

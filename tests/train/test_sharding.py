@@ -1,0 +1,126 @@
+"""FSDP2 on two CPU processes: what one process trains whole, two train in shards, and either goes on for the other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from supra.config import Recipe
+from supra.errors import UserError
+from supra.train.precision import make_accelerator
+from supra.train.sharding import clip_grad_norm
+from supra.train.tracking import read_metrics
+
+
+@pytest.fixture(scope="module")
+def model(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Widths that two processes cannot share out evenly, and a head of its own."""
+    return tiny.write_model(
+        tmp_path_factory.mktemp("sharded") / "model",
+        hidden_size=48,
+        intermediate_size=97,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        tie_word_embeddings=False,
+    )
+
+
+@pytest.fixture
+def recipe(tiny: ModuleType, text_file: Path, tmp_path: Path) -> Path:
+    """Every kind of stage, three micro-batches a step: one process has one to do where the other has two."""
+    uneven = {"tokens_per_step": 96, "total_tokens": 192}
+    stages = [
+        tiny.stage(**uneven, attention_target="before_o_proj"),
+        tiny.stage(name="after", attention_target="after_o_proj", **uneven),
+        tiny.stage(name="adapt", trainable="adapters", loss="ce", lora={"rank": 2, "dropout": 0.2}, **uneven),
+        tiny.stage(name="everything", trainable="all", loss="kl", **uneven),
+        tiny.stage(name="words", trainable="all", loss="ce", **uneven),
+    ]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tiny.raw_recipe(text_file, *stages)))
+    return path
+
+
+def train(recipe: Path, model: Path, run: Path, strategy: str, *more: str) -> str:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        *(launcher if strategy == "fsdp2" else []),
+        "-m",
+        "supra",
+        "train",
+        str(recipe),
+    ]
+    done = subprocess.run(
+        [*command, "--model", str(model), "-o", str(run), "--set", f"strategy={strategy}", *more],
+        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return {
+        n: x for path in sorted((run / "model").glob("*.safetensors")) for n, x in load_file(path).items()
+    }
+
+
+def assert_moved_alike(run: Path, wanted: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> None:
+    """What training added is the same to 1e-3 of its length, tensor by tensor.
+
+    Not element by element: Adam turns the rounding of a gradient that is nearly zero into a whole step.
+    """
+    found = weights(run / "model")
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        moved = (wanted[name] - start[name]).norm()
+        assert moved > 0, f"{name} has not been trained"
+        assert (tensor - wanted[name]).norm() < 1e-3 * moved, name
+
+
+def test_shards_train_as_the_whole_model_does(recipe: Path, model: Path, tmp_path: Path) -> None:
+    whole, shards = tmp_path / "whole", tmp_path / "shards"
+    train(recipe, model, whole, "ddp")
+    told = train(recipe, model, shards, "fsdp2")
+    assert "2 processes · strategy fsdp2" in told
+    for one, two in zip(read_metrics(whole), read_metrics(shards), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5), one
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4), one
+    wanted, start = weights(whole / "model"), weights(model)
+    assert_moved_alike(shards, wanted, start)
+    loaded = AutoModelForCausalLM.from_pretrained(shards / "model")
+    assert torch.isfinite(loaded(torch.arange(8).unsqueeze(0)).logits).all(), "an ordinary checkpoint"
+
+    # Stopped in the middle of the last stage: the other strategy goes on, with another number of processes.
+    for run, other in ((shards, "ddp"), (whole, "fsdp2")):
+        shutil.rmtree(run / "model")
+        checkpoints = sorted((run / "checkpoints").iterdir())
+        shutil.rmtree(checkpoints[-1])
+        told = train(recipe, model, run, other, "--resume")
+        assert f"resuming from {checkpoints[-2].name}" in told
+        assert_moved_alike(run, wanted, start)
+
+
+def test_one_process_has_nobody_to_share_with(tiny: ModuleType, text_file: Path) -> None:
+    recipe = Recipe.model_validate(tiny.raw_recipe(text_file, strategy="fsdp2"))
+    with pytest.raises(UserError, match="strategy fsdp2: one process has nobody to share the model with"):
+        make_accelerator(recipe)
+
+
+def test_the_norm_is_that_of_all_gradients_together() -> None:
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(1))]
+    parameters[0].grad, parameters[1].grad = torch.full((3,), 2.0), torch.full((2, 2), -1.0)
+    assert float(clip_grad_norm(parameters, 2.0)) == pytest.approx(4.0)
+    assert parameters[0].grad.tolist() == pytest.approx([1.0] * 3, rel=1e-5)
+    assert parameters[1].grad.flatten().tolist() == pytest.approx([-0.5] * 4, rel=1e-5)
