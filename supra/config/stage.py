@@ -20,6 +20,8 @@ class Stage(Section):
     )  # a word, so that `stages.NAME.field=…` can address it
     trainable: Literal["new", "adapters", "all"]
     train_new: bool = True  # with adapters: the new parameters train too
+    train_only: tuple[str, ...] = ()  # fnmatch patterns of parameter names: of what would train, only these
+    freeze: tuple[str, ...] = ()  # likewise, not these
     loss: Literal["attention", "kl", "ce"]
     attention_target: Literal["after_o_proj", "before_o_proj"] = "after_o_proj"
     kl_temperature: Annotated[Real, Field(gt=0)] = 1.0

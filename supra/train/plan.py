@@ -115,7 +115,7 @@ def dry_run(
         )
         trained = sum(p.numel() for p in runner.trainable.parameters.values())
         num_bytes = trained * _FP32_BYTES
-        own_teacher = weights if stage.trainable == "all" and teacher is not None else 0
+        own_teacher = num_bytes if stage.trainable == "all" and teacher is not None else 0
         memory = max(memory, weights + own_teacher + num_bytes * (1 + _MOMENTS))
         seconds = _seconds_per_step(runner) * stage.num_steps if probe else None
         stages.append(
