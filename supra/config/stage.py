@@ -26,6 +26,7 @@ class Stage(Section):
     attention_target: Literal["after_o_proj", "before_o_proj"] = "after_o_proj"
     kl_temperature: Annotated[Real, Field(gt=0)] = 1.0
     ce_weight: Annotated[Real, Field(ge=0, lt=1)] = 0.0  # of kl: (1 − ce_weight)·KL + ce_weight·cross-entropy
+    activation_checkpointing: bool = False  # recompute each decoder layer in the backward pass
     length: Annotated[Count, Field(ge=2)]
     micro_batch_size: PositiveCount = 1
     tokens_per_step: PositiveCount
@@ -66,6 +67,13 @@ class Stage(Section):
         is_default = value == cls.model_fields[str(info.field_name)].default
         if "loss" in info.data and info.data["loss"] != wanted and not is_default:
             raise ValueError(f"used only with loss: {wanted}")
+        return value
+
+    @field_validator("activation_checkpointing")
+    @classmethod
+    def _attention_keeps_one_layer(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("loss") == "attention":
+            raise ValueError("attention transfer keeps one layer's activations at a time already")
         return value
 
     @field_validator("tokens_per_step")

@@ -54,6 +54,9 @@ class StageRunner:
         self.optimizer = accelerator.prepare(build_optimizer(self.stage.optimizer, self.trainable.parameters))
         self.loss = StageLoss(self.stage, student, teacher, accelerator)
         student.train()
+        if self.stage.activation_checkpointing:
+            student.activation_checkpointing_enable()
+            student.disable_input_require_grads()  # not needed, and would run the backward down to the embeddings
 
     @property
     def num_micro_batches(self) -> int:
@@ -114,6 +117,7 @@ class StageRunner:
         """Let go of the optimiser's memory, which Accelerate holds on to."""
         self.student.requires_grad_(False)
         self.student.eval()
+        self.student.activation_checkpointing_disable()
         self.accelerator.free_memory()
         del self.optimizer
 

@@ -48,6 +48,11 @@ OVERRIDES = [
     ("stages.0.kl_temperature=2", ["stages.transfer.kl_temperature", "loss: kl"]),
     ("stages.0.ce_weight=0.5", ["stages.transfer.ce_weight", "loss: kl"]),
     ("stages.1.ce_weight=1", ["stages.distill.ce_weight = 1", "less than 1"]),
+    ("stages.0.activation_checkpointing=true", ["stages.transfer.activation_checkpointing", "one layer's"]),
+    (
+        "stages.0.activation_checkpointing=maybe",
+        ["stages.transfer.activation_checkpointing", "true or false"],
+    ),
     ("stages.0.tokens_per_step=1000", ["stages.transfer.tokens_per_step = 1000", "nearest is 1024"]),
     ("stages.0.total_tokens=10", ["stages.transfer.total_tokens = 10", "less than one step"]),
     ("stages.0.length=2.5", ["stages.transfer.length = 2.5", "whole number"]),
