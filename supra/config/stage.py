@@ -22,7 +22,7 @@ class Stage(Section):
     train_new: bool = True  # with adapters: the new parameters train too
     train_only: tuple[str, ...] = ()  # fnmatch patterns of parameter names: of what would train, only these
     freeze: tuple[str, ...] = ()  # likewise, not these
-    loss: Literal["attention", "kl", "ce"]
+    loss: Literal["attention", "hidden", "kl", "ce"]
     attention_target: Literal["after_o_proj", "before_o_proj"] = "after_o_proj"
     kl_temperature: Annotated[Real, Field(gt=0)] = 1.0
     ce_weight: Annotated[Real, Field(ge=0, lt=1)] = 0.0  # of kl: (1 − ce_weight)·KL + ce_weight·cross-entropy

@@ -14,6 +14,8 @@ from supra.errors import UserError
 from supra.models import SupraForCausalLM, is_new_parameter
 from supra.train.teacher import detach_from_teacher
 
+_BEYOND_THE_LAYERS = ("model.norm.", "lm_head.")  # where the loss of hidden states has no gradient
+
 
 @dataclass
 class Trainable:
@@ -50,10 +52,12 @@ def trained_names(stage: Stage, names: Iterable[str]) -> set[str]:
     Raises:
         UserError: a pattern of `train_only` or `freeze` matches nothing, or they leave nothing.
     """
+    out_of_reach = _BEYOND_THE_LAYERS if stage.loss == "hidden" else ()
     of_kind = [
         name
         for name in names
-        if stage.trainable == "all" or ".lora_" in name or (is_new_parameter(name) and stage.train_new)
+        if not name.startswith(out_of_reach)
+        and (stage.trainable == "all" or ".lora_" in name or (is_new_parameter(name) and stage.train_new))
     ]
     chosen = _matching(stage, "train_only", of_kind) if stage.train_only else set(of_kind)
     chosen -= _matching(stage, "freeze", of_kind)
