@@ -22,7 +22,7 @@ class Stage(Section):
     train_new: bool = True  # with adapters: the new parameters train too
     train_only: tuple[str, ...] = ()  # fnmatch patterns of parameter names: of what would train, only these
     freeze: tuple[str, ...] = ()  # likewise, not these
-    loss: Literal["attention", "hidden", "kl", "ce"]
+    loss: Literal["attention", "attention_weights", "hidden", "kl", "ce"]
     attention_target: Literal["after_o_proj", "before_o_proj"] = "after_o_proj"
     kl_temperature: Annotated[Real, Field(gt=0)] = 1.0
     ce_weight: Annotated[Real, Field(ge=0, lt=1)] = 0.0  # of kl: (1 − ce_weight)·KL + ce_weight·cross-entropy
@@ -58,6 +58,8 @@ class Stage(Section):
             raise ValueError(
                 "attention transfer reaches attention blocks only: set trainable to new or adapters"
             )
+        if value == "attention_weights" and info.data.get("trainable") in ("adapters", "all"):
+            raise ValueError("attention weights are learned by the new parameters: set trainable to new")
         return value
 
     @field_validator(*_LOSS_OF_OPTION)
@@ -72,7 +74,7 @@ class Stage(Section):
     @field_validator("activation_checkpointing")
     @classmethod
     def _attention_keeps_one_layer(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and info.data.get("loss") == "attention":
+        if value and info.data.get("loss") in ("attention", "attention_weights"):
             raise ValueError("attention transfer keeps one layer's activations at a time already")
         return value
 

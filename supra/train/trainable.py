@@ -40,6 +40,12 @@ def check_trainable(stage: Stage, student: SupraForCausalLM) -> None:
     if stage.trainable == "new" and not any(is_new_parameter(name) for name, _ in student.named_parameters()):
         mend = "Convert it with a feature map that has weights, or train adapters or all."
         raise UserError(field, "the model has no new parameter", mend)
+    if stage.loss == "attention_weights" and student.config.attention_norm != "denominator":
+        raise UserError(
+            f"stages.{stage.name}.loss = {stage.loss}",
+            f"with {student.config.attention_norm} the model's attention weights do not sum to 1",
+            "Convert it with norm: denominator, or use loss: attention.",
+        )
     names = [name for name, _ in student.named_parameters()]
     if stage.trainable == "adapters":
         names += adapter_names(stage.lora or Lora(), student)

@@ -44,6 +44,7 @@ OVERRIDES = [
     ),
     ("stages.0.optimizer.betas=[0.9]", ["stages.transfer.optimizer.betas"]),
     ("stages.0.trainable=all", ["stages.transfer.loss", "new or adapters"]),
+    ("stages.1.loss=attention_weights", ["stages.distill.loss", "set trainable to new"]),
     ("stages.0.lora.rank=4", ["stages.transfer.lora", "trainable: adapters"]),
     ("stages.0.kl_temperature=2", ["stages.transfer.kl_temperature", "loss: kl"]),
     ("stages.0.ce_weight=0.5", ["stages.transfer.ce_weight", "loss: kl"]),
