@@ -12,6 +12,13 @@ from supra.config.optimizer import Lora, Optimizer
 _LOSS_OF_OPTION = {"attention_target": "attention", "kl_temperature": "kl", "ce_weight": "kl"}
 
 
+class WindowDropout(Section):
+    """How often a layer trains without its window (arXiv 2510.05901): linearly from `start` to `end`."""
+
+    start: Annotated[Real, Field(ge=0, le=1)]
+    end: Annotated[Real, Field(ge=0, le=1)] = 0.0
+
+
 class Stage(Section):
     """What trains, against which loss, at which length, with which optimiser, for how many tokens."""
 
@@ -26,6 +33,7 @@ class Stage(Section):
     attention_target: Literal["after_o_proj", "before_o_proj"] = "after_o_proj"
     kl_temperature: Annotated[Real, Field(gt=0)] = 1.0
     ce_weight: Annotated[Real, Field(ge=0, lt=1)] = 0.0  # of kl: (1 − ce_weight)·KL + ce_weight·cross-entropy
+    window_dropout: WindowDropout | None = None  # null = the window is always there
     activation_checkpointing: bool = False  # recompute each decoder layer in the backward pass
     length: Annotated[Count, Field(ge=2)]
     micro_batch_size: PositiveCount = 1

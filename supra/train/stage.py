@@ -1,6 +1,7 @@
 """One stage being trained: its step, and its state going to and coming from a checkpoint."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from supra.train.parallel import Processes
 from supra.train.teacher import without_adapters
 from supra.train.tokens import TokenStore
 from supra.train.trainable import enter_stage
+from supra.train.window_dropout import dropout_probability, windows_dropped
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,12 @@ class StageRunner:
         for number, batch in mine:
             # Of dropout: a micro-batch draws the same whichever process it falls to.
             torch.manual_seed(derived_seed(self.recipe.seed, self.index, step, 2, number))
-            with self.accelerator.accumulate(self.student):
+            with self.accelerator.accumulate(self.student), self._window_dropout(step, number):
                 total += self.loss(batch, num_targets)
+        if self.stage.window_dropout:
+            # A mix that no window used would have no gradient here, but zero where processes sum theirs.
+            for parameter in self.trainable.parameters.values():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         self.processes.sum_gradients(self.trainable.parameters.values())
         self.processes.sum(total)
         clip = self.stage.optimizer.grad_clip or math.inf
@@ -97,6 +103,16 @@ class StageRunner:
         self.optimizer.zero_grad(set_to_none=True)
         num_tokens = sum(batch.input_ids.numel() for batch in batches)
         return StepResult(loss, norm, self.stage.optimizer.lr * multiplier, num_tokens)
+
+    def _window_dropout(self, step: int, number: int) -> AbstractContextManager[None]:
+        """The windows that micro-batch `number` of a step does without, whichever process it falls to."""
+        config = self.stage.window_dropout
+        if config is None:
+            return nullcontext()
+        probability = dropout_probability(config, step, self.stage.num_steps)
+        return windows_dropped(
+            self.student, probability, derived_seed(self.recipe.seed, self.index, step, 3, number)
+        )
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """The optimiser's state by parameter name."""

@@ -33,13 +33,19 @@ class Trainable:
 
 
 def check_trainable(stage: Stage, student: SupraForCausalLM) -> None:
-    """Raise a UserError if the model has nothing of the kind, or of the names, that the stage trains."""
+    """Raise a UserError if the model lacks what the stage trains, or what its loss and dropout are about."""
     field = f"stages.{stage.name}.trainable = {stage.trainable}"
     if stage.trainable != "all" and not student.config.num_linear_layers:
         raise UserError(field, "the model has no linear layer", "Convert at least one layer.")
     if stage.trainable == "new" and not any(is_new_parameter(name) for name, _ in student.named_parameters()):
         mend = "Convert it with a feature map that has weights, or train adapters or all."
         raise UserError(field, "the model has no new parameter", mend)
+    if stage.window_dropout is not None and not student.config.window:
+        raise UserError(
+            f"stages.{stage.name}.window_dropout",
+            "the model has no window",
+            "Leave it out, or convert with a window.",
+        )
     if stage.loss == "attention_weights" and student.config.attention_norm != "denominator":
         raise UserError(
             f"stages.{stage.name}.loss = {stage.loss}",
