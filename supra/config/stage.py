@@ -40,6 +40,9 @@ class Stage(Section):
     tokens_per_step: PositiveCount
     total_tokens: PositiveCount
     optimizer: Optimizer
+    ema: Annotated[Real, Field(gt=0, lt=1)] | None = (
+        None  # decay of a moving average that ends the stage; null = none
+    )
     lora: Lora | None = None
     checkpoint_every_steps: PositiveCount = 100
     data: Data | None = None  # null = the recipe's

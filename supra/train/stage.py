@@ -14,6 +14,7 @@ from supra.errors import SupraError
 from supra.models import SupraForCausalLM
 from supra.train import checkpoint
 from supra.train.data import Batch, PackedData
+from supra.train.ema import MovingAverage
 from supra.train.losses import StageLoss
 from supra.train.optim import build_optimizer, lr_multiplier, set_lr
 from supra.train.parallel import Processes
@@ -54,6 +55,7 @@ class StageRunner:
         self.data = PackedData(store, length=self.stage.length, seed=derived_seed(recipe.seed, index))
         self.trainable = enter_stage(self.stage, student, teacher, derived_seed(recipe.seed, index, 1))
         self.optimizer = accelerator.prepare(build_optimizer(self.stage.optimizer, self.trainable.parameters))
+        self.average = MovingAverage(self.stage.ema, self.trainable.parameters) if self.stage.ema else None
         self.loss = StageLoss(self.stage, student, teacher, accelerator)
         student.train()
         if self.stage.activation_checkpointing:
@@ -101,6 +103,8 @@ class StageRunner:
         set_lr(self.optimizer, multiplier)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update()
         num_tokens = sum(batch.input_ids.numel() for batch in batches)
         return StepResult(loss, norm, self.stage.optimizer.lr * multiplier, num_tokens)
 
@@ -123,10 +127,12 @@ class StageRunner:
         return {name: p.data for name, p in self.trainable.parameters.items() if ".lora_" in name}
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
-        """Take up adapters and optimiser where `saved` left them; the model's own tensors are in place."""
+        """Take up adapters, average and optimiser where `saved` left them; the model's own tensors are in place."""
         for name, parameter in self.trainable.parameters.items():
             if ".lora_" in name:
                 parameter.data.copy_(saved.adapters[name])
+        if self.average is not None:
+            self.average.restore(saved.average)
         checkpoint.restore_moments(self.optimizer.optimizer, self.trainable.parameters, saved.moments)
 
     def close(self) -> None:

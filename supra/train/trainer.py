@@ -247,6 +247,8 @@ class _Run:
 
     def _end_stage(self, runner: StageRunner, position: Position) -> Position:
         index, last = runner.index, runner.index == len(self.recipe.stages) - 1
+        if runner.average is not None:
+            runner.average.apply()
         keep = last and self.recipe.adapters == "keep" and runner.trainable.adapters is not None
         if runner.trainable.adapters is not None and not keep:
             wrapped = {n for n, _ in self.student.named_parameters() if n.endswith(".base_layer.weight")}
@@ -269,6 +271,7 @@ class _Run:
                 model=changed_tensors(self.student, self.ever_trained),
                 adapters=runner.adapters() if runner else {},
                 moments=runner.moments() if runner else {},
+                average=runner.average.average if runner and runner.average else {},
             )
         )
 

@@ -57,6 +57,7 @@ OVERRIDES = [
     ("stages.0.window_dropout=0.5", ["stages.transfer.window_dropout = 0.5", "mapping of fields"]),
     ("stages.0.window_dropout={end: 0}", ["stages.transfer.window_dropout.start", "required"]),
     ("stages.0.window_dropout={start: 1.5}", ["window_dropout.start = 1.5", "at most 1"]),
+    ("stages.0.ema=1", ["stages.transfer.ema = 1", "less than 1"]),
     ("stages.0.tokens_per_step=1000", ["stages.transfer.tokens_per_step = 1000", "nearest is 1024"]),
     ("stages.0.total_tokens=10", ["stages.transfer.total_tokens = 10", "less than one step"]),
     ("stages.0.length=2.5", ["stages.transfer.length = 2.5", "whole number"]),

@@ -1,0 +1,32 @@
+"""An exponential moving average of what a stage trains, which takes its place when the stage ends."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+
+class MovingAverage:
+    """average ← decay · average + (1 − decay) · weights after each step; it starts at the stage's first weights."""
+
+    def __init__(self, decay: float, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.average = {name: p.detach().clone() for name, p in parameters.items()}
+        self._blend: Any = get_ema_multi_avg_fn(decay)
+
+    def update(self) -> None:
+        """Take in the weights of one more step."""
+        self._blend(list(self.average.values()), [p.detach() for p in self.parameters.values()], None)
+
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Take up the average where a checkpoint left it."""
+        for name, tensor in self.average.items():
+            tensor.copy_(saved[name])
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Give the parameters the average's values."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.average[name])
