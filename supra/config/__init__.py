@@ -10,7 +10,7 @@ from supra.config.conversion import Conversion, Decay, FeatureMap, Norm, RopePos
 from supra.config.data import Data
 from supra.config.optimizer import Lora, Optimizer
 from supra.config.recipe import Recipe, conversion_from_options, flatten, load
-from supra.config.stage import Stage
+from supra.config.stage import Stage, WindowDropout
 
 __all__ = [
     "Conversion",
@@ -23,6 +23,7 @@ __all__ = [
     "Recipe",
     "RopePosition",
     "Stage",
+    "WindowDropout",
     "conversion_from_options",
     "flatten",
     "load",

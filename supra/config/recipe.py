@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from supra.config.conversion import Conversion
 from supra.config.data import Data
@@ -39,13 +39,19 @@ class Recipe(Section):
 
     @field_validator("stages")
     @classmethod
-    def _stages_fit_together(cls, value: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    def _stages_fit_together(cls, value: tuple[Stage, ...], info: ValidationInfo) -> tuple[Stage, ...]:
         names = [stage.name for stage in value]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"two stages share the name {', '.join(repeated)}")
         if late := [stage.name for stage in value[1:] if stage.layerwise]:
             raise ValueError(f"only the first stage can be layerwise, not {', '.join(late)}")
+        if info.data.get("strategy") == "fsdp2" and (
+            bare := [stage.name for stage in value if stage.loss == "attention_weights"]
+        ):
+            raise ValueError(
+                f"{', '.join(bare)}: attention_weights reads projections on their own, and fsdp2 gathers whole blocks"
+            )
         return value
 
     def to_yaml(self) -> str:

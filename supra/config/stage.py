@@ -12,6 +12,13 @@ from supra.config.optimizer import Lora, Optimizer
 _LOSS_OF_OPTION = {"attention_target": "attention", "kl_temperature": "kl", "ce_weight": "kl"}
 
 
+class WindowDropout(Section):
+    """How often a layer trains without its window (arXiv 2510.05901): linearly from `start` to `end`."""
+
+    start: Annotated[Real, Field(ge=0, le=1)]
+    end: Annotated[Real, Field(ge=0, le=1)] = 0.0
+
+
 class Stage(Section):
     """What trains, against which loss, at which length, with which optimiser, for how many tokens."""
 
@@ -20,16 +27,23 @@ class Stage(Section):
     )  # a word, so that `stages.NAME.field=…` can address it
     trainable: Literal["new", "adapters", "all"]
     train_new: bool = True  # with adapters: the new parameters train too
-    loss: Literal["attention", "kl", "ce"]
+    train_only: tuple[str, ...] = ()  # fnmatch patterns of parameter names: of what would train, only these
+    freeze: tuple[str, ...] = ()  # likewise, not these
+    loss: Literal["attention", "attention_weights", "hidden", "kl", "ce"]
     layerwise: bool = False  # one layer after the other, in the memory of the largest layer; first stage only
     attention_target: Literal["after_o_proj", "before_o_proj"] = "after_o_proj"
     kl_temperature: Annotated[Real, Field(gt=0)] = 1.0
     ce_weight: Annotated[Real, Field(ge=0, lt=1)] = 0.0  # of kl: (1 − ce_weight)·KL + ce_weight·cross-entropy
+    window_dropout: WindowDropout | None = None  # null = the window is always there
+    activation_checkpointing: bool = False  # recompute each decoder layer in the backward pass
     length: Annotated[Count, Field(ge=2)]
     micro_batch_size: PositiveCount = 1
     tokens_per_step: PositiveCount
     total_tokens: PositiveCount
     optimizer: Optimizer
+    ema: Annotated[Real, Field(gt=0, lt=1)] | None = (
+        None  # decay of a moving average that ends the stage; null = none
+    )
     lora: Lora | None = None
     checkpoint_every_steps: PositiveCount = 100
     data: Data | None = None  # null = the recipe's
@@ -56,6 +70,8 @@ class Stage(Section):
             raise ValueError(
                 "attention transfer reaches attention blocks only: set trainable to new or adapters"
             )
+        if value == "attention_weights" and info.data.get("trainable") in ("adapters", "all"):
+            raise ValueError("attention weights are learned by the new parameters: set trainable to new")
         return value
 
     @field_validator("layerwise")
@@ -72,6 +88,13 @@ class Stage(Section):
         is_default = value == cls.model_fields[str(info.field_name)].default
         if "loss" in info.data and info.data["loss"] != wanted and not is_default:
             raise ValueError(f"used only with loss: {wanted}")
+        return value
+
+    @field_validator("activation_checkpointing")
+    @classmethod
+    def _attention_keeps_one_layer(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("loss") in ("attention", "attention_weights"):
+            raise ValueError("attention transfer keeps one layer's activations at a time already")
         return value
 
     @field_validator("tokens_per_step")

@@ -117,7 +117,7 @@ class SupraLinearAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """hidden_states [B, T, hidden] -> ([B, T, hidden], None); pads and documents come in `packing`."""
         batch_size, num_columns, _ = hidden_states.shape
-        q, k, v = self._project(hidden_states)
+        q, k, v = self.project(hidden_states)
         log_decay = self.decay(hidden_states) if hasattr(self, "decay") else None
         memory: RecurrentLayer | None = None
         if cache is not None:
@@ -135,7 +135,7 @@ class SupraLinearAttention(nn.Module):
             output = packing.unpack(output, batch_size, num_columns)
         return self.o_proj(output.flatten(-2).to(hidden_states.dtype)), None
 
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden_states [B, T, hidden] -> q [B, T, H, D], k and v [B, T, G, D]."""
         q, k, v = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim))
@@ -145,7 +145,7 @@ class SupraLinearAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def _map_features(
+    def map_features(
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the rotated q and k [..., D] for the window, and φ(q), φ(k) [..., K] for the state."""
@@ -169,7 +169,7 @@ class SupraLinearAttention(nn.Module):
     ) -> Tensor:
         """Window and linear part operator by operator; q [B, T, H, D], k and v [B, T, G, D] as projected."""
         num_columns = q.shape[1]
-        q, k, mapped_q, mapped_k = self._map_features(q, k, position_embeddings)
+        q, k, mapped_q, mapped_k = self.map_features(q, k, position_embeddings)
         if packing is not None:
             q, k, v, mapped_q, mapped_k = (packing.pack(x) for x in (q, k, v, mapped_q, mapped_k))
             log_decay = packing.pack(log_decay) if per_token(log_decay) else log_decay

@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent, and checked when read.
 
 A checkpoint folder holds `tensors.safetensors` (the model's tensors that differ from the conversion, the
-adapters, the optimiser's moments) and `state.json` (where the run is, hash of the tensors). It is
+adapters, the optimiser's moments, a moving average) and `state.json` (where the run is, hash of the tensors). It is
 written beside, flushed to disk, then renamed. The newest two stay. Each step seeds its own random numbers.
 """
 
@@ -36,13 +36,14 @@ class Position:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint read back: model tensors by plain names, adapters and moments by the stage's names."""
+    """One checkpoint read back: model tensors by plain names, the others by the stage's names."""
 
     path: Path
     position: Position
     model: dict[str, Tensor]
     adapters: dict[str, Tensor]
     moments: dict[str, dict[str, Tensor]]
+    average: dict[str, Tensor]
 
 
 def save(
@@ -52,6 +53,7 @@ def save(
     model: dict[str, Tensor],
     adapters: dict[str, Tensor],
     moments: dict[str, dict[str, Tensor]],
+    average: dict[str, Tensor],
 ) -> Path:
     """Write a checkpoint and drop all but the newest two.
 
@@ -63,6 +65,7 @@ def save(
     partial = folder / f"{final.name}.partial"
     tensors = {f"model.{name}": tensor for name, tensor in model.items()}
     tensors |= {f"adapters.{name}": tensor for name, tensor in adapters.items()}
+    tensors |= {f"average.{name}": tensor for name, tensor in average.items()}
     tensors |= {f"moments.{key}.{name}": t for name, state in moments.items() for key, t in state.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,8 +158,7 @@ def _load(folder: Path) -> Checkpoint:
     file = folder / "tensors.safetensors"
     if _hash(file) != state["xxh3_128"]:
         raise ValueError("its tensors are not those that were written")
-    model: dict[str, Tensor] = {}
-    adapters: dict[str, Tensor] = {}
+    kinds: dict[str, dict[str, Tensor]] = {"model": {}, "adapters": {}, "average": {}}
     moments: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in load_file(file).items():
         kind, _, name = full_name.partition(".")
@@ -164,8 +166,8 @@ def _load(folder: Path) -> Checkpoint:
             key, _, name = name.partition(".")
             moments.setdefault(name, {})[key] = tensor
         else:
-            (model if kind == "model" else adapters)[name] = tensor
-    return Checkpoint(folder, Position(**state["position"]), model, adapters, moments)
+            kinds[kind][name] = tensor
+    return Checkpoint(folder, Position(**state["position"]), moments=moments, **kinds)
 
 
 def _hash(path: Path) -> str:

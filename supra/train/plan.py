@@ -43,7 +43,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """`memory_bytes`: weights, gradients and moments; `measured_peak_bytes`: what the probe really took."""
+    """`memory_bytes`: weights, gradients, moments and averages; `measured_peak_bytes`: what the probe really took."""
 
     recipe: str
     model_dir: str
@@ -81,7 +81,7 @@ class TrainingPlan:
         lines = [
             f"recipe {self.recipe} · model {self.model_dir} ({self.num_parameters:,} parameters)",
             self.runs_on,
-            f"memory: {_size(self.memory_bytes)} for weights, gradients and moments{measured}",
+            f"memory: {_size(self.memory_bytes)} for weights, gradients, moments and averages{measured}",
             f"disk: up to {_size(self.disk_bytes)}, free {_size(self.free_disk_bytes)}",
             f"time: {_duration(self.seconds)}",
         ]
@@ -115,8 +115,9 @@ def dry_run(
         )
         trained = sum(p.numel() for p in runner.trainable.parameters.values())
         num_bytes = trained * _FP32_BYTES
-        own_teacher = weights if stage.trainable == "all" and teacher is not None else 0
-        memory = max(memory, weights + own_teacher + num_bytes * (1 + _MOMENTS))
+        own_teacher = num_bytes if stage.trainable == "all" and teacher is not None else 0
+        copies = 1 + _MOMENTS + (stage.ema is not None)
+        memory = max(memory, weights + own_teacher + num_bytes * copies)
         seconds = _seconds_per_step(runner) * stage.num_steps if probe else None
         stages.append(
             StagePlan(
@@ -129,7 +130,7 @@ def dry_run(
                 tokens=stage.num_steps * stage.tokens_per_step,
                 data_tokens=prepared.texts[index].num_tokens,
                 epochs=runner.data.epochs(stage.num_steps * stage.sequences_per_step),
-                checkpoint_bytes=num_bytes * (1 + _MOMENTS),
+                checkpoint_bytes=num_bytes * copies,
                 seconds=seconds,
             )
         )

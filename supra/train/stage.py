@@ -1,6 +1,7 @@
 """One stage being trained: its step, and its state going to and coming from a checkpoint."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from supra.errors import SupraError
 from supra.models import SupraForCausalLM
 from supra.train import checkpoint
 from supra.train.data import Batch, derived_seed
+from supra.train.ema import MovingAverage
 from supra.train.losses import NOTHING, StageLoss
 from supra.train.mixture import MixedData, Mixture
 from supra.train.optim import build_optimizer, lr_multiplier, set_lr
@@ -21,6 +23,7 @@ from supra.train.parallel import Processes
 from supra.train.sharding import assign, clip_grad_norm, is_sharded, whole_on_cpu
 from supra.train.teacher import without_adapters
 from supra.train.trainable import enter_stage
+from supra.train.window_dropout import dropout_probability, windows_dropped
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,12 @@ class StageRunner:
         self.trainable = enter_stage(self.stage, student, teacher, derived_seed(recipe.seed, index, 1))
         self.optimizer = accelerator.prepare(build_optimizer(self.stage.optimizer, self.trainable.parameters))
         self.sharded = is_sharded(student)
+        self.average = MovingAverage(self.stage.ema, self.trainable.parameters) if self.stage.ema else None
         self.loss = StageLoss(self.stage, student, teacher, accelerator)
         student.train()
+        if self.stage.activation_checkpointing:
+            student.activation_checkpointing_enable()
+            student.disable_input_require_grads()  # not needed, and would run the backward down to the embeddings
 
     @property
     def num_micro_batches(self) -> int:
@@ -102,9 +109,13 @@ class StageRunner:
         for number, batch, counted in mine:
             # Of dropout: a micro-batch draws the same whichever process it falls to.
             torch.manual_seed(derived_seed(self.recipe.seed, self.index, step, 2, number))
-            with self.accelerator.accumulate(self.student):
+            with self.accelerator.accumulate(self.student), self._window_dropout(step, number):
                 total += self.loss(batch, counted)
         trained = self.trainable.parameters.values()
+        if self.stage.window_dropout:
+            # A mix that no window used would have no gradient here, but zero where processes sum theirs.
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         self.processes.sum_gradients(p for p in trained if not isinstance(p, DTensor))
         self.processes.sum(total)
         grad_norm = clip_grad_norm(trained, self.stage.optimizer.grad_clip or math.inf)
@@ -115,8 +126,20 @@ class StageRunner:
         set_lr(self.optimizer, multiplier)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update()
         num_tokens = sum(batch.input_ids.numel() for batch in batches)
         return StepResult(loss, norm, self.stage.optimizer.lr * multiplier, num_tokens)
+
+    def _window_dropout(self, step: int, number: int) -> AbstractContextManager[None]:
+        """The windows that micro-batch `number` of a step does without, whichever process it falls to."""
+        config = self.stage.window_dropout
+        if config is None:
+            return nullcontext()
+        probability = dropout_probability(config, step, self.stage.num_steps)
+        return windows_dropped(
+            self.student, probability, derived_seed(self.recipe.seed, self.index, step, 3, number)
+        )
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """The optimiser's state by parameter name; where it is sharded, every process must ask at the same time."""
@@ -128,16 +151,19 @@ class StageRunner:
         return {name: p.data for name, p in self.trainable.parameters.items() if ".lora_" in name}
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
-        """Take up adapters and optimiser where `saved` left them; the model's own tensors are in place."""
+        """Take up adapters, average and optimiser where `saved` left them; the model's own tensors are in place."""
         for name, parameter in self.trainable.parameters.items():
             if ".lora_" in name:
                 parameter.data.copy_(saved.adapters[name])
+        if self.average is not None:
+            self.average.restore(saved.average)
         checkpoint.restore_moments(self.optimizer.optimizer, self.trainable.parameters, saved.moments)
 
     def close(self) -> None:
         """Let go of the optimiser's memory, which Accelerate holds on to."""
         self.student.requires_grad_(False)
         self.student.eval()
+        self.student.activation_checkpointing_disable()
         self.accelerator.free_memory()
         del self.optimizer
 

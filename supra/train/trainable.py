@@ -1,6 +1,9 @@
 """What a stage trains: chooses the parameters, wraps projections in LoRA, and folds LoRA away again."""
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -12,6 +15,8 @@ from supra.errors import UserError
 from supra.models import SupraForCausalLM, is_new_parameter
 from supra.train.sharding import assign, is_sharded, whole
 from supra.train.teacher import detach_from_teacher
+
+_BEYOND_THE_LAYERS = ("model.norm.", "lm_head.")  # where the loss of hidden states has no gradient
 
 
 @dataclass
@@ -45,13 +50,67 @@ def _merge_into_shards(adapters: PeftModel) -> None:
 
 
 def check_trainable(stage: Stage, student: SupraForCausalLM) -> None:
-    """Raise a UserError if the model has nothing of the kind that the stage trains."""
+    """Raise a UserError if the model lacks what the stage trains, or what its loss and dropout are about."""
     field = f"stages.{stage.name}.trainable = {stage.trainable}"
     if stage.trainable != "all" and not student.config.num_linear_layers:
         raise UserError(field, "the model has no linear layer", "Convert at least one layer.")
     if stage.trainable == "new" and not any(is_new_parameter(name) for name, _ in student.named_parameters()):
         mend = "Convert it with a feature map that has weights, or train adapters or all."
         raise UserError(field, "the model has no new parameter", mend)
+    if stage.window_dropout is not None and not student.config.window:
+        raise UserError(
+            f"stages.{stage.name}.window_dropout",
+            "the model has no window",
+            "Leave it out, or convert with a window.",
+        )
+    if stage.loss == "attention_weights" and student.config.attention_norm != "denominator":
+        raise UserError(
+            f"stages.{stage.name}.loss = {stage.loss}",
+            f"with {student.config.attention_norm} the model's attention weights do not sum to 1",
+            "Convert it with norm: denominator, or use loss: attention.",
+        )
+    names = [name for name, _ in student.named_parameters()]
+    if stage.trainable == "adapters":
+        names += adapter_names(stage.lora or Lora(), student)
+    trained_names(stage, names)
+
+
+def trained_names(stage: Stage, names: Iterable[str]) -> set[str]:
+    """Those of a student's parameter names, its adapters' among them, that the stage trains.
+
+    Raises:
+        UserError: a pattern of `train_only` or `freeze` matches nothing, or they leave nothing.
+    """
+    out_of_reach = _BEYOND_THE_LAYERS if stage.loss == "hidden" else ()
+    of_kind = [
+        name
+        for name in names
+        if not name.startswith(out_of_reach)
+        and (stage.trainable == "all" or ".lora_" in name or (is_new_parameter(name) and stage.train_new))
+    ]
+    chosen = _matching(stage, "train_only", of_kind) if stage.train_only else set(of_kind)
+    chosen -= _matching(stage, "freeze", of_kind)
+    if not chosen:
+        field = f"stages.{stage.name}"
+        raise UserError(
+            field, "train_only and freeze leave nothing to train", "Widen one or narrow the other."
+        )
+    return chosen
+
+
+def _matching(stage: Stage, field: str, names: list[str]) -> set[str]:
+    """The names that any pattern of the field matches."""
+    matched: set[str] = set()
+    for pattern in getattr(stage, field):
+        found = {name for name in names if fnmatchcase(name, pattern)}
+        if not found:
+            raise UserError(
+                f"stages.{stage.name}.{field} = {pattern}",
+                f"it matches no parameter of trainable: {stage.trainable}",
+                f"Nearest are {', '.join(difflib.get_close_matches(pattern, names, n=3, cutoff=0))}.",
+            )
+        matched |= found
+    return matched
 
 
 def enter_stage(
@@ -62,26 +121,37 @@ def enter_stage(
     adapters = None
     if stage.trainable == "adapters":
         adapters = _add_lora(stage.lora or Lora(), student, seed)
-    for name, parameter in student.named_parameters():
-        new = is_new_parameter(name)
-        is_lora = ".lora_" in name
-        if stage.trainable == "all" or is_lora or (new and stage.train_new):
-            parameter.requires_grad_(True)
-    parameters = {name: p for name, p in student.named_parameters() if p.requires_grad}
+    named = dict(student.named_parameters())
+    chosen = trained_names(stage, named)
+    for name, parameter in named.items():
+        parameter.requires_grad_(name in chosen)
+    parameters = {name: p for name, p in named.items() if name in chosen}
     if stage.trainable == "all" and teacher is not None:
         detach_from_teacher(parameters, teacher)
     return Trainable(parameters, adapters)
 
 
+def adapter_names(lora: Lora, student: SupraForCausalLM) -> list[str]:
+    """Names that the adapters' parameters will have in the student."""
+    return [
+        f"{target}.{part}.default.weight"
+        for target in _lora_targets(lora, student)
+        for part in ("lora_A", "lora_B")
+    ]
+
+
+def _lora_targets(lora: Lora, student: SupraForCausalLM) -> list[str]:
+    layers = [i for i, kind in enumerate(student.config.layer_types or []) if kind == "linear_attention"]
+    return [f"model.layers.{i}.self_attn.{target}" for i in layers for target in lora.targets]
+
+
 def _add_lora(lora: Lora, student: SupraForCausalLM, seed: int) -> PeftModel:
     """Wrap the projections of the linear layers in place; their weights' names gain `.base_layer`."""
-    layers = [i for i, kind in enumerate(student.config.layer_types or []) if kind == "linear_attention"]
-    targets = [f"model.layers.{i}.self_attn.{target}" for i in layers for target in lora.targets]
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # annotated int, used as a factor
         lora_dropout=lora.dropout,
-        target_modules=targets,
+        target_modules=_lora_targets(lora, student),
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng():

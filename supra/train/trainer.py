@@ -30,7 +30,7 @@ from supra.train.mixture import Mixture
 from supra.train.parallel import Processes
 from supra.train.precision import Precision, make_accelerator
 from supra.train.run_folder import check_new_or_resumed, open_run
-from supra.train.sharding import load_sharded, num_sharded_units
+from supra.train.sharding import load_sharded, num_sharded_units, whole_on_cpu
 from supra.train.stage import StageRunner, StepResult, changed_tensors, metrics_row, put_tensors
 from supra.train.teacher import build_teacher, without_adapters
 from supra.train.tokens import TokenStore, load_tokens
@@ -313,6 +313,8 @@ class _Run:
 
     def _end_stage(self, runner: StageRunner, position: Position) -> Position:
         index, last = runner.index, runner.index == len(self.recipe.stages) - 1
+        if runner.average is not None:
+            runner.average.apply()
         keep = last and self.recipe.adapters == "keep" and runner.trainable.adapters is not None
         if runner.trainable.adapters is not None and not keep:
             wrapped = {n for n, _ in self.student.named_parameters() if n.endswith(".base_layer.weight")}
@@ -332,8 +334,11 @@ class _Run:
         model = changed_tensors(self.student, self.ever_trained)
         moments = runner.moments() if runner else {}
         adapters = runner.adapters() if runner else {}
+        average = whole_on_cpu(runner.average.average) if runner and runner.average else {}
         self.processes.on_main(
-            lambda: checkpoint.save(self.run_dir, position, model=model, adapters=adapters, moments=moments)
+            lambda: checkpoint.save(
+                self.run_dir, position, model=model, adapters=adapters, moments=moments, average=average
+            )
         )
 
     def _export(self, tensors: dict[str, Tensor]) -> Path:

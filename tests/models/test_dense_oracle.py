@@ -70,8 +70,8 @@ def test_layer_equals_its_definition(model: SupraForCausalLM, length: int) -> No
     hidden = torch.randn(2, length, model.config.hidden_size, dtype=torch.float64)
     rope = model.model.rotary_emb(hidden, torch.arange(length)[None])
     for layer in layers[:1]:
-        q, k, v = layer._project(hidden)
-        q, k, mapped_q, mapped_k = layer._map_features(q, k, rope)
+        q, k, v = layer.project(hidden)
+        q, k, mapped_q, mapped_k = layer.map_features(q, k, rope)
         expected = layer.o_proj(dense_attention(layer, hidden, q, k, v, mapped_q, mapped_k).flatten(-2))
         got, _ = layer(hidden, rope)
         assert_close(got, expected, rtol=1e-8, atol=1e-8)

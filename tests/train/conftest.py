@@ -7,12 +7,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from supra.config import Stage
 from supra.models import SupraConfig, SupraForCausalLM
+from supra.train.data import Batch, PackedData
+from supra.train.losses import StageLoss
+from supra.train.teacher import build_teacher
+from supra.train.tokens import TokenStore
+from supra.train.trainable import enter_stage
 
 WORDS = ("the", "a", "cat", "dog", "house", "tree", "river", "runs", "sleeps", "sees", "under", "over", "and")
 
@@ -125,3 +133,52 @@ def raw_recipe(text: Path, *stages: dict[str, Any], **changes: Any) -> dict[str,
         "stages": list(stages) or [stage()],
         **changes,
     }
+
+
+@pytest.fixture
+def student() -> SupraForCausalLM:
+    torch.manual_seed(1)
+    return SupraForCausalLM(tiny_config()).eval()
+
+
+@pytest.fixture
+def batch() -> Batch:
+    """2 rows of 12 tokens; documents end inside them."""
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, 512, 40).astype(np.uint16)
+    store = TokenStore(tokens, np.array([0, 5, 17, 30, 40]), "key")
+    return PackedData(store, length=12, seed=0).batch(0, 2)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def run_loss(
+    student: SupraForCausalLM, batch: Batch, **changes: Any
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of a batch in a stage with these changes."""
+    given = Stage.model_validate(stage(**changes))
+    teacher = build_teacher(student)
+    enter_stage(given, student, teacher, seed=0)
+    loss = StageLoss(given, student, teacher, Accelerator(cpu=True))
+    value = loss(batch, loss.num_targets([batch]))
+    found = gradients(student)
+    student.zero_grad()
+    return float(value), found
+
+
+def forward(model: SupraForCausalLM, batch: Batch, **options: Any) -> Any:
+    return model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        cu_seqlens=batch.cu_seqlens,
+        use_cache=False,
+        **options,
+    )
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6), name

@@ -44,10 +44,20 @@ OVERRIDES = [
     ),
     ("stages.0.optimizer.betas=[0.9]", ["stages.transfer.optimizer.betas"]),
     ("stages.0.trainable=all", ["stages.transfer.loss", "new or adapters"]),
+    ("stages.1.loss=attention_weights", ["stages.distill.loss", "set trainable to new"]),
     ("stages.0.lora.rank=4", ["stages.transfer.lora", "trainable: adapters"]),
     ("stages.0.kl_temperature=2", ["stages.transfer.kl_temperature", "loss: kl"]),
     ("stages.0.ce_weight=0.5", ["stages.transfer.ce_weight", "loss: kl"]),
     ("stages.1.ce_weight=1", ["stages.distill.ce_weight = 1", "less than 1"]),
+    ("stages.0.activation_checkpointing=true", ["stages.transfer.activation_checkpointing", "one layer's"]),
+    (
+        "stages.0.activation_checkpointing=maybe",
+        ["stages.transfer.activation_checkpointing", "true or false"],
+    ),
+    ("stages.0.window_dropout=0.5", ["stages.transfer.window_dropout = 0.5", "mapping of fields"]),
+    ("stages.0.window_dropout={end: 0}", ["stages.transfer.window_dropout.start", "required"]),
+    ("stages.0.window_dropout={start: 1.5}", ["window_dropout.start = 1.5", "at most 1"]),
+    ("stages.0.ema=1", ["stages.transfer.ema = 1", "less than 1"]),
     ("stages.0.tokens_per_step=1000", ["stages.transfer.tokens_per_step = 1000", "nearest is 1024"]),
     ("stages.0.total_tokens=10", ["stages.transfer.total_tokens = 10", "less than one step"]),
     ("stages.0.length=2.5", ["stages.transfer.length = 2.5", "whole number"]),
@@ -177,6 +187,12 @@ RUNS: dict[str, tuple[Callable[[Case], Case], str]] = {
             c.tiny.write_model(c.tmp / "elu", feature_map="elu", window=0)
         ),
         "no new parameter",
+    ),
+    "no window to drop": (
+        lambda c: c.set(
+            conversion={"feature_map": "hedgehog"}, stages=[c.tiny.stage(window_dropout={"start": 0.5})]
+        ).on(c.tiny.write_model(c.tmp / "plain", window=0)),
+        "stages.transfer.window_dropout: the model has no window",
     ),
     "unknown backend": (lambda c: c.set(backend="magic"), "magic"),
 }

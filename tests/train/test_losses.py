@@ -23,63 +23,15 @@ from supra.train.tokens import TokenStore
 from supra.train.trainable import enter_stage
 
 
-@pytest.fixture
-def student(tiny: ModuleType) -> SupraForCausalLM:
-    torch.manual_seed(1)
-    return SupraForCausalLM(tiny.tiny_config()).eval()
-
-
-@pytest.fixture
-def batch() -> Batch:
-    """2 rows of 12 tokens; documents end inside them."""
-    generator = np.random.default_rng(0)
-    tokens = generator.integers(0, 512, 40).astype(np.uint16)
-    store = TokenStore(tokens, np.array([0, 5, 17, 30, 40]), "key")
-    return PackedData(store, length=12, seed=0).batch(0, 2)
-
-
 def make_stage(tiny: ModuleType, **changes: Any) -> Stage:
     return Stage.model_validate(tiny.stage(**changes))
-
-
-def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def run(
-    tiny: ModuleType, student: SupraForCausalLM, batch: Batch, **changes: Any
-) -> tuple[float, dict[str, Any]]:
-    stage = make_stage(tiny, **changes)
-    teacher = build_teacher(student)
-    enter_stage(stage, student, teacher, seed=0)
-    loss = StageLoss(stage, student, teacher, Accelerator(cpu=True))
-    value = loss(batch, loss.num_targets([batch]))
-    found = gradients(student)
-    student.zero_grad()
-    return float(value), found
-
-
-def forward(model: SupraForCausalLM, batch: Batch, **options: Any) -> Any:
-    return model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        cu_seqlens=batch.cu_seqlens,
-        use_cache=False,
-        **options,
-    )
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.parametrize("target", ["after_o_proj", "before_o_proj"])
 def test_attention_transfer_equals_the_plain_computation(
     tiny: ModuleType, student: SupraForCausalLM, batch: Batch, target: str
 ) -> None:
-    loss, found = run(tiny, student, batch, attention_target=target)
+    loss, found = tiny.run_loss(student, batch, attention_target=target)
     assert found
     assert all(is_new_parameter(name) for name in found)
 
@@ -97,7 +49,7 @@ def test_attention_transfer_equals_the_plain_computation(
         layer.self_attn.register_forward_hook(keep(i), with_kwargs=True)
         layer.self_attn.o_proj.register_forward_hook(keep(("before", i)), with_kwargs=True)
     with torch.no_grad():
-        forward(teacher, batch)
+        tiny.forward(teacher, batch)
     packing = student.model._packing(None, batch.cu_seqlens, *batch.input_ids.shape)
     errors = []
     for i, layer in enumerate(student.model.layers):
@@ -111,22 +63,22 @@ def test_attention_transfer_equals_the_plain_computation(
     expected = torch.stack(errors).mean()
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-4)
-    assert_same(found, gradients(student))
+    tiny.assert_same(found, tiny.gradients(student))
 
 
 def test_kl_equals_the_plain_computation_in_any_chunk(
     tiny: ModuleType, student: SupraForCausalLM, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logits, "_CHUNK_ELEMENTS", 5 * 512)
-    loss, found = run(tiny, student, batch, loss="kl", trainable="all", kl_temperature=2.0)
+    loss, found = tiny.run_loss(student, batch, loss="kl", trainable="all", kl_temperature=2.0)
     teacher = build_teacher(student)
     with torch.no_grad():
-        target = F.log_softmax(forward(teacher, batch).logits / 2, dim=-1)
-    ours = F.log_softmax(forward(student, batch).logits / 2, dim=-1)
+        target = F.log_softmax(tiny.forward(teacher, batch).logits / 2, dim=-1)
+    ours = F.log_softmax(tiny.forward(student, batch).logits / 2, dim=-1)
     expected = 4 * (target.exp() * (target - ours)).sum(-1).mean()
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-4)
-    assert_same(found, gradients(student))
+    tiny.assert_same(found, tiny.gradients(student))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -139,10 +91,12 @@ def test_kl_mixes_with_cross_entropy_as_the_plain_formula_does(
 ) -> None:
     monkeypatch.setattr(logits, "_CHUNK_ELEMENTS", 5 * 512)
     changes = {"kl_temperature": temperature, "ce_weight": 0.3}
-    loss, found = run(tiny, student, batch, loss="kl", trainable="all", **changes)
+    loss, found = tiny.run_loss(student, batch, loss="kl", trainable="all", **changes)
     with torch.no_grad():
-        target = F.log_softmax(forward(build_teacher(student), batch).logits.double() / temperature, dim=-1)
-    raw = forward(student, batch).logits.double()
+        target = F.log_softmax(
+            tiny.forward(build_teacher(student), batch).logits.double() / temperature, dim=-1
+        )
+    raw = tiny.forward(student, batch).logits.double()
     divergence = F.kl_div(
         F.log_softmax(raw / temperature, dim=-1), target, log_target=True, reduction="none"
     ).sum(-1)
@@ -150,7 +104,7 @@ def test_kl_mixes_with_cross_entropy_as_the_plain_formula_does(
     expected = 0.7 * temperature**2 * divergence.mean() + 0.3 * ce
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-5)
-    assert_same(found, gradients(student))
+    tiny.assert_same(found, tiny.gradients(student))
 
 
 def test_the_gradient_of_a_chunk_is_that_of_autograd_in_fp64(batch: Batch) -> None:
@@ -169,21 +123,20 @@ def test_ce_equals_the_plain_computation_and_stops_at_document_ends(
     tiny: ModuleType, student: SupraForCausalLM, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logits, "_CHUNK_ELEMENTS", 7 * 512)
-    loss, found = run(tiny, student, batch, loss="ce", trainable="all")
-    log_probabilities = F.log_softmax(forward(student, batch).logits, dim=-1).flatten(0, 1)
+    loss, found = tiny.run_loss(student, batch, loss="ce", trainable="all")
+    log_probabilities = F.log_softmax(tiny.forward(student, batch).logits, dim=-1).flatten(0, 1)
     ends = set((batch.cu_seqlens[1:] - 1).tolist())
     flat = batch.input_ids.flatten()
     terms = [-log_probabilities[i, flat[i + 1]] for i in range(len(flat)) if i not in ends]
     expected = torch.stack(terms).mean()
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-4)
-    assert_same(found, gradients(student))
+    tiny.assert_same(found, tiny.gradients(student))
 
 
 def test_micro_batches_add_up_to_the_whole_batch(
     tiny: ModuleType, student: SupraForCausalLM, batch: Batch
 ) -> None:
-    import numpy as np
 
     store = TokenStore(np.arange(48, dtype=np.uint16), np.array([0, 5, 6, 30, 48]), "key")
     data = PackedData(store, length=12, seed=0)
@@ -193,12 +146,12 @@ def test_micro_batches_add_up_to_the_whole_batch(
     accelerator = Accelerator(cpu=True)
     loss = StageLoss(stage, student, None, accelerator)
     one = loss(whole, loss.num_targets([whole]))
-    expected = gradients(student)
+    expected = tiny.gradients(student)
     student.zero_grad()
     accelerator.gradient_accumulation_steps = 4
     total = sum(loss(part, loss.num_targets(parts)) for part in parts)
     assert float(total) == pytest.approx(float(one), rel=1e-5)
-    assert_same(gradients(student), expected)
+    tiny.assert_same(tiny.gradients(student), expected)
 
 
 def test_teacher_shares_every_frozen_tensor(
@@ -217,7 +170,7 @@ def test_teacher_shares_every_frozen_tensor(
     alone = SupraForCausalLM(config).eval()
     alone.load_state_dict({k: v for k, v in student.state_dict().items() if not is_new_parameter(k)})
     with torch.no_grad():
-        assert torch.equal(forward(teacher, batch).logits, forward(alone, batch).logits)
+        assert torch.equal(tiny.forward(teacher, batch).logits, tiny.forward(alone, batch).logits)
 
 
 @pytest.mark.parametrize("trainable", ["new", "adapters", "all"])

@@ -184,7 +184,7 @@ def test_all_checkpoints_damaged_is_an_error(
 
 def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"a": torch.ones(3)}
-    first = checkpoint.save(tmp_path, Position(0, 1, 1), model=weights, adapters={}, moments={})
+    first = checkpoint.save(tmp_path, Position(0, 1, 1), model=weights, adapters={}, moments={}, average={})
     with monkeypatch.context() as patch:
 
         def full(*args: Any, **kwargs: Any) -> None:
@@ -192,7 +192,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: p
 
         patch.setattr(checkpoint, "save_file", full)
         with pytest.raises(SupraError, match="No space left"):
-            checkpoint.save(tmp_path, Position(0, 2, 2), model=weights, adapters={}, moments={})
+            checkpoint.save(tmp_path, Position(0, 2, 2), model=weights, adapters={}, moments={}, average={})
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [first.name]
     loaded = checkpoint.load_newest(tmp_path, print)
     assert loaded is not None

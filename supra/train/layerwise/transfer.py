@@ -100,7 +100,9 @@ class _Transfer:
         tensors: dict[str, Tensor] = {}
         for index in layers:
             tensors |= load_file(self._tensors_of(index))
-        checkpoint.save(self.run_dir, Position(1, 0, num_steps), model=tensors, adapters={}, moments={})
+        checkpoint.save(
+            self.run_dir, Position(1, 0, num_steps), model=tensors, adapters={}, moments={}, average={}
+        )
 
     def _tensors_of(self, index: int) -> Path:
         return self.folder / f"layer-{index:03d}.safetensors"

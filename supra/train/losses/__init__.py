@@ -2,6 +2,8 @@
 
 - attention: the teacher runs once without gradients; at each linear layer the student's attention gets the
   same hidden states and its error goes back at once, so that one layer's activations live at a time;
+- attention_weights: likewise, for the queries of a few rows at a time against all keys;
+- hidden: the teacher's hidden states after every layer are kept, then the student reads on its own;
 - kl, ce: the hidden states are projected to the vocabulary a few tokens at a time, forward and backward.
 """
 
@@ -12,12 +14,20 @@ from supra.config import Stage
 from supra.models import SupraForCausalLM
 from supra.train.data import IGNORED, Batch
 from supra.train.losses.attention import attention_loss
+from supra.train.losses.attention_weights import attention_weights_loss
 from supra.train.losses.context import NOTHING, LossContext, Targets
+from supra.train.losses.hidden import hidden_loss
 from supra.train.losses.logits import ce_loss, kl_loss
 
 __all__ = ["NOTHING", "StageLoss", "Targets"]
 
-_LOSSES = {"attention": attention_loss, "kl": kl_loss, "ce": ce_loss}
+_LOSSES = {
+    "attention": attention_loss,
+    "attention_weights": attention_weights_loss,
+    "hidden": hidden_loss,
+    "kl": kl_loss,
+    "ce": ce_loss,
+}
 
 
 class StageLoss:

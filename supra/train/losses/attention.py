@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from supra.models import SupraForCausalLM
 from supra.models.packing import packing_from_boundaries
 from supra.train.data import Batch
-from supra.train.losses.context import LossContext, Targets, model_inputs
+from supra.train.losses.context import LossContext, Targets
 
 
 def attention_loss(context: LossContext, batch: Batch, targets: Targets) -> Tensor:
@@ -22,15 +22,8 @@ def attention_loss(context: LossContext, batch: Batch, targets: Targets) -> Tens
 
     The division by the teacher's power makes layers weigh alike: outputs of late layers are far larger.
     """
-    assert context.teacher is not None
     probe = _AttentionProbe(context, batch, batch.input_ids.numel() / targets.num_tokens)
-    handles = probe.attach(context.teacher, context.student)
-    try:
-        with torch.no_grad(), context.accelerator.autocast():
-            context.teacher.model(**model_inputs(batch))
-    finally:
-        for handle in handles:
-            handle.remove()
+    context.run_teacher(batch, probe.attach())
     return probe.total
 
 
@@ -47,18 +40,13 @@ class _AttentionProbe:
         self.before_o_proj = context.stage.attention_target == "before_o_proj"
         self.seen: dict[str, Tensor] = {}
 
-    def attach(self, teacher: SupraForCausalLM, student: SupraForCausalLM) -> list[Any]:
+    def attach(self) -> list[RemovableHandle]:
         handles = []
-        for theirs, ours in zip(teacher.model.layers, student.model.layers, strict=True):
-            if ours.layer_type != "linear_attention":
-                continue
-            hook = partial(self._compare, ours.self_attn)
-            handles.append(theirs.self_attn.register_forward_hook(hook, with_kwargs=True))
+        for theirs, ours in self.context.linear_pairs():
+            handles.append(theirs.register_forward_hook(partial(self._compare, ours), with_kwargs=True))
             if self.before_o_proj:
-                handles.append(
-                    theirs.self_attn.o_proj.register_forward_pre_hook(partial(self._keep, "target"))
-                )
-                handles.append(ours.self_attn.o_proj.register_forward_pre_hook(partial(self._keep, "output")))
+                for key, attention in (("target", theirs), ("output", ours)):
+                    handles.append(attention.o_proj.register_forward_pre_hook(partial(self._keep, key)))
         return handles
 
     def _keep(self, key: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -97,7 +97,8 @@ def _through_the_head(context: LossContext, batch: Batch, chunk_loss: ChunkLoss)
             loss, gradient = chunk_loss(logits, rows)
         logits.backward(gradient=gradient.to(logits.dtype))
         total += loss
-    body.backward(gradient=leaf.grad)
+    if body.requires_grad:  # else nothing trains but the head
+        body.backward(gradient=leaf.grad)
     return total
 
 
