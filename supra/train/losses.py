@@ -51,6 +51,8 @@ class StageLoss:
         """How many tokens of a step's batches the loss averages over."""
         if self.stage.loss == "ce":
             return max(1, sum(int((batch.labels != IGNORED).sum()) for batch in batches))
+        if self.stage.loss == "kl":
+            return max(1, sum(_learned(batch.labels, batch).numel() for batch in batches))
         return sum(batch.input_ids.numel() for batch in batches)
 
     def _attention(self, batch: Batch, num_targets: int) -> Tensor:
@@ -70,11 +72,11 @@ class StageLoss:
         return probe.total
 
     def _kl(self, batch: Batch, num_targets: int) -> Tensor:
-        """KL(teacher ‖ student) of the next tokens at temperature τ, times τ² (Hinton, 1503.02531)."""
+        """KL(teacher ‖ student) of the tokens to learn at temperature τ, times τ² (Hinton, 1503.02531)."""
         assert self.teacher is not None
         teacher, temperature = self.teacher, self.stage.kl_temperature
         with torch.no_grad(), self.accelerator.autocast():
-            target_hidden = teacher.model(**_inputs(batch)).last_hidden_state.flatten(0, 1)
+            target_hidden = _learned(teacher.model(**_inputs(batch)).last_hidden_state, batch)
 
         def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
             with self.accelerator.autocast():
@@ -91,7 +93,7 @@ class StageLoss:
 
     def _ce(self, batch: Batch, num_targets: int) -> Tensor:
         """Next-token cross-entropy; a document's last token predicts nothing."""
-        labels = batch.labels.flatten()
+        labels = _learned(batch.labels, batch)
 
         def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
             log_probabilities = F.log_softmax(logits.float(), dim=-1)
@@ -111,11 +113,11 @@ class StageLoss:
         and fp32 need no loss scaling, so nothing of Accelerate's backward is missing.
         """
         with self.accelerator.autocast():
-            body = self.student.model(**_inputs(batch)).last_hidden_state.flatten(0, 1)
+            body = _learned(self.student.model(**_inputs(batch)).last_hidden_state, batch)
         leaf = body.detach().requires_grad_()
         total = torch.zeros((), device=body.device)
         chunk = max(1, _CHUNK_ELEMENTS // self.student.config.vocab_size)
-        for start in range(0, len(leaf), chunk):
+        for start in range(0, max(1, len(leaf)), chunk):  # once even without answers: every gradient is there
             rows = slice(start, start + chunk)
             with self.accelerator.autocast():
                 logits = self.student.lm_head(leaf[rows])
@@ -176,6 +178,11 @@ class _AttentionProbe:
                 # Accelerate divides by the number of micro-batches; `weight` holds the step's mean already.
                 self.owner.accelerator.backward(loss * self.owner.accelerator.gradient_accumulation_steps)
         self.total += loss.detach()
+
+
+def _learned(x: Tensor, batch: Batch) -> Tensor:
+    """[N, …] of x [B, T, …]: the positions whose prediction is learned, in row order."""
+    return x.flatten(0, 1) if batch.learned is None else x[batch.learned]
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
