@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import platform
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from supra.train.documents import read_chats, read_documents
 from supra.train.sources import Source, find_sources
 
 _FORMAT = 1  # part of the cache key: raise it when the file's meaning changes
+_DAY_SECONDS = 86_400
 
 
 @dataclass(frozen=True)
@@ -78,21 +81,25 @@ def load_tokens(
 
 
 def _open(folder: Path, key: str) -> TokenStore:
-    meta = json.loads((folder / "meta.json").read_text())
-    tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
-    offsets = np.load(folder / "offsets.npy")
-    answers = None
-    if (folder / "answers.bin").exists():
-        answers = np.memmap(folder / "answers.bin", dtype=np.uint8, mode="r")
-    lengths = {len(tokens), int(offsets[-1]), len(tokens if answers is None else answers)}
-    if lengths != {meta["num_tokens"]}:
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
+        offsets = np.load(folder / "offsets.npy")
+        answers = None
+        if (folder / "answers.bin").exists():
+            answers = np.memmap(folder / "answers.bin", dtype=np.uint8, mode="r")
+        lengths = {len(tokens), int(offsets[-1]), len(tokens if answers is None else answers)}
+        whole = lengths == {meta["num_tokens"]}
+    except (OSError, EOFError, ValueError, KeyError):
+        whole = False
+    if not whole:
         raise SupraError(str(folder), "the cached tokens are damaged", "Delete that folder and run again.")
     return TokenStore(tokens, offsets, key, meta.get("num_short", 0), answers)
 
 
 def _write(folder: Path, sources: list[Source], data: Data, tokenizer: Any) -> None:
     """Write beside, then rename: a crash leaves no half cache, and of two processes the first one wins."""
-    partial = folder.with_name(f"{folder.name}.partial.{os.getpid()}")
+    partial = folder.with_name(f"{folder.name}.partial.{platform.node()}.{os.getpid()}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder.parent)
@@ -211,8 +218,15 @@ def _fingerprint(source: Source) -> str:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Partial caches whose process is gone."""
+    """Partial caches whose process is gone: a dead one of this machine, or one that has written nothing for a day.
+
+    Other machines and containers may share the folder, and their process numbers say nothing here.
+    """
     for partial in folder.glob("*.partial.*"):
-        pid = partial.name.rsplit(".", 1)[-1]
-        if pid == str(os.getpid()) or (pid.isdigit() and not psutil.pid_exists(int(pid))):
+        host, _, pid = partial.name.partition(".partial.")[2].rpartition(".")
+        dead = pid == str(os.getpid()) or (pid.isdigit() and not psutil.pid_exists(int(pid)))
+        idle = time.time() - max(
+            (path.stat().st_mtime for path in (partial, *partial.glob("*"))), default=0.0
+        )
+        if dead if host == platform.node() else idle > _DAY_SECONDS:
             shutil.rmtree(partial, ignore_errors=True)
