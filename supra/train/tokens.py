@@ -71,7 +71,7 @@ def load_tokens(
         if report:
             report(f"tokenising {len(sources)} sources")
         _write(folder, sources, data, tokenizer)
-    store = _open(folder, key)
+    store = _open(folder, key, chats=data.messages_field is not None)
     if report and data.min_document_tokens is not None:
         report(
             f"kept {store.num_documents:,} of {store.num_documents + store.num_short:,} documents, "
@@ -80,14 +80,12 @@ def load_tokens(
     return store
 
 
-def _open(folder: Path, key: str) -> TokenStore:
+def _open(folder: Path, key: str, *, chats: bool) -> TokenStore:
     try:
         meta = json.loads((folder / "meta.json").read_text())
         tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
         offsets = np.load(folder / "offsets.npy")
-        answers = None
-        if (folder / "answers.bin").exists():
-            answers = np.memmap(folder / "answers.bin", dtype=np.uint8, mode="r")
+        answers = np.memmap(folder / "answers.bin", dtype=np.uint8, mode="r") if chats else None
         lengths = {len(tokens), int(offsets[-1]), len(tokens if answers is None else answers)}
         whole = lengths == {meta["num_tokens"]}
     except (OSError, EOFError, ValueError, KeyError):

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from supra.config import Data, Recipe, Stage
-from supra.errors import UserError
+from supra.errors import SupraError, UserError
 from supra.models import SupraForCausalLM
 from supra.train.chat import ChatEncoder
 from supra.train.data import IGNORED, Batch, PackedData
 from supra.train.losses import StageLoss
 from supra.train.mixture import MixedData, Mixture
 from supra.train.teacher import build_teacher
-from supra.train.tokens import TokenStore, load_tokens
+from supra.train.tokens import TokenStore, cache_folder, load_tokens
 from supra.train.trainable import enter_stage
 from supra.train.trainer import run_training
 
@@ -151,6 +151,9 @@ def test_answers_are_cached_beside_the_tokens(tiny: ModuleType, tmp_path: Path) 
     assert other.key != stores[0].key
     assert other.answers is not None
     assert other.answers.tolist() == stores[0].answers.tolist()  # type: ignore[union-attr]
+    (cache_folder() / "tokens" / other.key / "answers.bin").unlink()
+    with pytest.raises(SupraError, match="damaged"):
+        load_tokens(chats_in(tmp_path / "a.jsonl"), tokenizer_of(tiny, MARKED))
     cut = load_tokens(chats_in(tmp_path / "a.jsonl", max_tokens=20), tokenizer)
     assert cut.answers is not None
     assert cut.answers.tolist() == stores[0].answers[:20].tolist()  # type: ignore[index]
