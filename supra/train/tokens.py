@@ -222,9 +222,16 @@ def _remove_abandoned(folder: Path) -> None:
     """
     for partial in folder.glob("*.partial.*"):
         host, _, pid = partial.name.partition(".partial.")[2].rpartition(".")
-        dead = pid == str(os.getpid()) or (pid.isdigit() and not psutil.pid_exists(int(pid)))
-        idle = time.time() - max(
-            (path.stat().st_mtime for path in (partial, *partial.glob("*"))), default=0.0
-        )
-        if dead if host == platform.node() else idle > _DAY_SECONDS:
+        if host == platform.node():
+            abandoned = pid == str(os.getpid()) or (pid.isdigit() and not psutil.pid_exists(int(pid)))
+        else:
+            abandoned = time.time() - _newest_change(partial) > _DAY_SECONDS
+        if abandoned:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _newest_change(folder: Path) -> float:
+    try:
+        return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except FileNotFoundError:
+        return time.time()  # its process is at it this very moment
