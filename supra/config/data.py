@@ -20,8 +20,20 @@ class Reading(Section):
     text_field: str = Field(default="text", min_length=1)
     split: str = Field(default="train", min_length=1)  # of a `datasets` name
     unwrap: bool = False  # join hard-wrapped lines; blank lines keep paragraphs apart
+    messages_field: Annotated[str, Field(min_length=1)] | None = (
+        None  # rows are chats: only answers are learned
+    )
     max_tokens: PositiveCount | None = None  # stop reading after so many; a hub dataset is then streamed
     min_document_tokens: PositiveCount | None = None  # shorter documents are left out
+
+    @field_validator("messages_field")
+    @classmethod
+    def _chats_are_rows(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("format") == "text":
+            raise ValueError("format: text has no rows of messages")
+        if value is not None and info.data.get("unwrap"):
+            raise ValueError("unwrap joins lines of plain text: set one of the two")
+        return value
 
     @field_validator("min_document_tokens")
     @classmethod

@@ -23,6 +23,8 @@ class Batch:
     `input_ids`, `position_ids`, `labels` [B, T] int64: positions start at 0 in each document (or row);
     `labels[:, t]` is the token after `input_ids[:, t]`, or `IGNORED` where a document or a row ends.
     `cu_seqlens` [N+1] int64: bounds of the documents among the B·T tokens in row order; a row starts one.
+    `learned` [B, T] bool: positions whose prediction is learned, those before an answer's token in chats and all in
+    other text; None: all. Where it is false, the label is `IGNORED`.
     `sequence_ids`: which (component of the mixture, epoch, sequence) each row is.
     """
 
@@ -31,6 +33,7 @@ class Batch:
     labels: Tensor
     cu_seqlens: Tensor
     sequence_ids: tuple[tuple[int, int, int], ...]
+    learned: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(
@@ -39,15 +42,20 @@ class Batch:
             self.labels.to(device),
             self.cu_seqlens.to(device),
             self.sequence_ids,
+            None if self.learned is None else self.learned.to(device),
         )
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """`tokens` [T] int64 of one sequence, and where documents start inside it, its own start left out."""
+    """`tokens` [T] int64 of one sequence, and where documents start inside it, its own start left out.
+
+    `answers` [T] bool: which tokens are part of an answer, if it is of chats.
+    """
 
     tokens: np.ndarray
     starts: np.ndarray
+    answers: np.ndarray | None
     epoch: int
     number: int
 
@@ -82,8 +90,10 @@ class PackedData:
         epoch, place = divmod(number, self.num_sequences)
         index = int(self._order_of(epoch)[place])
         start = self._first_start(epoch) + index * self.length
-        tokens = np.asarray(self.store.tokens[start : start + self.length], dtype=np.int64)
-        return Sequence(tokens, self._documents_within(start) - start, epoch, index)
+        span = slice(start, start + self.length)
+        answers = None if self.store.answers is None else self.store.answers[span] != 0
+        starts = self._documents_within(start) - start
+        return Sequence(self.store.tokens[span].astype(np.int64), starts, answers, epoch, index)
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if self._order[0] != epoch:
@@ -109,14 +119,23 @@ def collate(sequences: list[tuple[int, Sequence]]) -> Batch:
     bounds = [np.concatenate(([0], s.starts)) + row * length for row, (_, s) in enumerate(sequences)]
     cu_seqlens = np.concatenate([*bounds, [size * length]])
     starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
-    labels = np.append(tokens.reshape(-1)[1:], IGNORED)
-    labels[cu_seqlens[1:] - 1] = IGNORED
+    shifted = np.append(tokens.reshape(-1)[1:], IGNORED)
+    shifted[cu_seqlens[1:] - 1] = IGNORED
+    labels = shifted.reshape(tokens.shape)
+    learned = None
+    if any(sequence.answers is not None for _, sequence in sequences):
+        learned = np.ones(tokens.shape, dtype=bool)
+        for row, (_, sequence) in enumerate(sequences):
+            if sequence.answers is not None:
+                learned[row] = (labels[row] != IGNORED) & np.append(sequence.answers[1:], False)
+        labels[~learned] = IGNORED
     return Batch(
         input_ids=torch.from_numpy(tokens),
         position_ids=torch.from_numpy((np.arange(tokens.size) - starts).reshape(tokens.shape)),
-        labels=torch.from_numpy(labels.reshape(tokens.shape)),
+        labels=torch.from_numpy(labels),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         sequence_ids=tuple((component, s.epoch, s.number) for component, s in sequences),
+        learned=None if learned is None else torch.from_numpy(learned),
     )
 
 

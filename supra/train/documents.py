@@ -19,12 +19,26 @@ def read_documents(source: Source, data: Data) -> Iterator[str]:
     Raises:
         UserError: it cannot be read, or a row has no text; the row is named.
     """
-    readers = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}
-    reader = readers.get(source.kind, _read_dataset)
-    for text in reader(source, data):
+    for where, value in _rows(source, data, "text_field"):
+        text = _text_of(value, data.text_field, where)
         document = unwrap(text) if data.unwrap else text
         if document.strip():
             yield document
+
+
+def read_chats(source: Source, data: Data) -> Iterator[tuple[str, Any]]:
+    """What each row of one source holds in `data.messages_field`, after the row's name.
+
+    Raises:
+        UserError: it cannot be read or is plain text, or a row has no such field; the row is named.
+    """
+    if source.kind == "text":
+        raise UserError(
+            source.where,
+            "is plain text and has no rows of messages",
+            "Name .jsonl or .parquet files or a dataset, or leave out data.messages_field.",
+        )
+    yield from _rows(source, data, "messages_field")
 
 
 def unwrap(text: str) -> str:
@@ -33,22 +47,34 @@ def unwrap(text: str) -> str:
     return "\n\n".join(re.sub(r"[ \t]*\n(?![ \t])", " ", paragraph.strip("\n")) for paragraph in paragraphs)
 
 
-def _read_text(source: Source, data: Data) -> Iterator[str]:
+def _rows(source: Source, data: Data, option: str) -> Iterator[tuple[str, Any]]:
+    """Each row's name and its value in the field that `data` names under `option`."""
+    if source.kind == "text":
+        yield source.where, _read_text(source)
+        return
+    readers = {"jsonl": _read_jsonl, "parquet": _read_parquet}
+    field = getattr(data, option)
+    for where, row in readers.get(source.kind, _read_dataset)(source, data, option):
+        if field not in row:
+            raise _no_field(where, option, field, list(row))
+        yield where, row[field]
+
+
+def _read_text(source: Source) -> str:
     raw = _bytes(source)
     try:
-        yield raw.decode("utf-8-sig")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError:
         if b"\0" in raw:
             raise UserError(source.where, "is binary, not text", "Name text files only.") from None
         # Every byte is a latin-1 character, so this cannot fail; two of the Gutenberg texts need it.
         print(f"{source.name}: not UTF-8, read as latin-1", file=sys.stderr)
-        yield raw.decode("latin-1")
+        return raw.decode("latin-1")
 
 
-def _read_jsonl(source: Source, data: Data) -> Iterator[str]:
+def _read_jsonl(source: Source, data: Data, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
     with _open(source) as lines:
-        for where, row in json_objects(lines, source.where):
-            yield _text_of(row, data.text_field, where)
+        yield from json_objects(lines, source.where)
 
 
 def json_objects(lines: Iterable[str | bytes], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -70,7 +96,7 @@ def json_objects(lines: Iterable[str | bytes], name: str) -> Iterator[tuple[str,
         yield where, row
 
 
-def _read_parquet(source: Source, data: Data) -> Iterator[str]:
+def _read_parquet(source: Source, data: Data, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -80,16 +106,17 @@ def _read_parquet(source: Source, data: Data) -> Iterator[str]:
         raise UserError(
             source.where, f"not a parquet file ({error})", "Set data.format if it is another."
         ) from None
-    if data.text_field not in table.schema_arrow.names:
-        raise _no_field(source.where, data.text_field, table.schema_arrow.names)
-    row = 0
-    for batch in table.iter_batches(batch_size=256, columns=[data.text_field]):
-        for value in batch.column(0).to_pylist():
-            yield _text_of({data.text_field: value}, data.text_field, f"{source.where} row {row}")
-            row += 1
+    field = getattr(data, option)
+    if field not in table.schema_arrow.names:
+        raise _no_field(source.where, option, field, table.schema_arrow.names)
+    number = 0
+    for batch in table.iter_batches(batch_size=256, columns=[field]):
+        for row in batch.to_pylist():
+            yield f"{source.where} row {number}", row
+            number += 1
 
 
-def _read_dataset(source: Source, data: Data) -> Iterator[str]:
+def _read_dataset(source: Source, data: Data, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
     import datasets
 
     try:
@@ -110,13 +137,10 @@ def _read_dataset(source: Source, data: Data) -> Iterator[str]:
             f"dataset {source.where}", reason, "Check the name, data.split and the network."
         ) from None
     for number, row in enumerate(rows):
-        yield _text_of(row, data.text_field, f"{source.where} row {number}")
+        yield f"{source.where} row {number}", row
 
 
-def _text_of(row: dict[str, Any], field: str, where: str) -> str:
-    if field not in row:
-        raise _no_field(where, field, list(row))
-    value = row[field]
+def _text_of(value: Any, field: str, where: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -124,12 +148,12 @@ def _text_of(row: dict[str, Any], field: str, where: str) -> str:
     return value
 
 
-def _no_field(where: str, field: str, names: list[str]) -> UserError:
+def _no_field(where: str, option: str, field: str, names: list[str]) -> UserError:
     hint = nearest(field, names)
     mend = (
-        f"Set data.text_field; did you mean {hint}?"
+        f"Set data.{option}; did you mean {hint}?"
         if hint
-        else f"Set data.text_field to one of {', '.join(names)}."
+        else f"Set data.{option} to one of {', '.join(names)}."
     )
     return UserError(where, f"there is no field {field}", mend)
 

@@ -3,8 +3,12 @@
 import json
 import multiprocessing
 import os
+import platform
+import signal
+import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import datasets
 import numpy as np
@@ -172,18 +176,91 @@ def test_a_crash_while_tokenising_leaves_no_cache(
         with pytest.raises(SupraError, match="No space left"):
             load_tokens(data, tiny.make_tokenizer())
     assert list((cache_folder() / "tokens").iterdir()) == []
-    dead = cache_folder() / "tokens" / "0123.partial.999999999"
-    dead.mkdir()
-    load_tokens(data, tiny.make_tokenizer())
-    assert not dead.exists()
 
 
-def test_a_damaged_cache_is_named(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_caches_are_removed_and_those_of_others_are_not(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUPRA_CACHE", str(tmp_path / "cache"))
+    here, yesterday = platform.node(), time.time() - 90_000
+    names = {
+        "dead here": f"01.partial.{here}.999999999",
+        "alive here": f"02.partial.{here}.{os.getppid()}",
+        "fresh elsewhere": f"03.partial.some.host.{os.getpid()}",
+        "old elsewhere": "04.partial.some.host.999999999",
+        "old folder, fresh file": "05.partial.some.host.999999999",
+    }
+    folders = {kind: cache_folder() / "tokens" / name for kind, name in names.items()}
+    for kind, folder in folders.items():
+        folder.mkdir(parents=True)
+        if kind == "old folder, fresh file":
+            (folder / "tokens.bin").touch()
+        if kind.startswith("old"):
+            os.utime(folder, (yesterday, yesterday))
+    load_tokens(
+        Data(train=(str(tiny.write_text(tmp_path / "a.txt", seed=4, num_words=60)),)), tiny.make_tokenizer()
+    )
+    assert {kind for kind, folder in folders.items() if not folder.exists()} == {"dead here", "old elsewhere"}
+
+
+class Halting:
+    """A tokenizer that stops for ever in its third batch, after saying so."""
+
+    def __init__(self, tokenizer: Any, halted: Any) -> None:
+        self.tokenizer, self.halted, self.batches = tokenizer, halted, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self.tokenizer)
+
+    def __call__(self, texts: list[str], **options: bool) -> Any:
+        self.batches += 1
+        if self.batches == 3:
+            self.halted.set()
+            time.sleep(600)
+        return self.tokenizer(texts, **options)
+
+
+def test_kill_9_while_tokenising_costs_nothing(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, tokenizer = tmp_path / "a.jsonl", tiny.make_tokenizer()
+    path.write_text("\n".join(json.dumps({"text": f"the cat {n} " * 50}) for n in range(200)))
+    data = Data(train=(str(path),))
+    monkeypatch.setenv("SUPRA_CACHE", str(tmp_path / "clean"))
+    clean = load_tokens(data, tokenizer)
+    monkeypatch.setenv("SUPRA_CACHE", str(tmp_path / "killed"))
+    context = multiprocessing.get_context("fork")
+    halted = context.Event()
+    child = context.Process(target=load_tokens, args=(data, Halting(tokenizer, halted)))
+    child.start()
+    assert halted.wait(60)
+    child.kill()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    (partial,) = (cache_folder() / "tokens").iterdir()
+    assert (partial / "tokens.bin").stat().st_size > 0
+    again = load_tokens(data, tokenizer)
+    assert [folder.name for folder in (cache_folder() / "tokens").iterdir()] == [clean.key]
+    assert again.key == clean.key
+    assert again.tokens.tolist() == clean.tokens.tolist()
+    assert again.offsets.tolist() == clean.offsets.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("tokens.bin", -4), ("tokens.bin", 0), ("offsets.npy", 40), ("offsets.npy", -8), ("meta.json", 9)],
+)
+def test_a_damaged_cache_is_named(
+    name: str, kept: int, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = Data(train=(str(tiny.write_text(tmp_path / "a.txt", seed=5, num_words=60)),))
     monkeypatch.setenv("SUPRA_CACHE", str(tmp_path / "cache"))
     store = load_tokens(data, tiny.make_tokenizer())
-    file = cache_folder() / "tokens" / store.key / "tokens.bin"
-    file.write_bytes(file.read_bytes()[:-4])
+    file = cache_folder() / "tokens" / store.key / name
+    file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(SupraError, match="damaged"):
         load_tokens(data, tiny.make_tokenizer())
 

@@ -53,5 +53,10 @@ class StageLoss:
         """How many tokens of a step's batches a loss averages over."""
         return Targets(
             num_tokens=sum(batch.input_ids.numel() for batch in batches),
+            num_learned=max(1, sum(_num_learned(batch) for batch in batches)),
             num_labels=max(1, sum(int((batch.labels != IGNORED).sum()) for batch in batches)),
         )
+
+
+def _num_learned(batch: Batch) -> int:
+    return batch.input_ids.numel() if batch.learned is None else int(batch.learned.sum())

@@ -17,13 +17,14 @@ from supra.train.data import Batch
 
 
 class Targets(NamedTuple):
-    """What a step's losses average over: all its tokens, and those that have a label."""
+    """What a step's losses average over: all its tokens, those whose prediction is learned, and those with a label."""
 
     num_tokens: float
+    num_learned: float
     num_labels: float
 
 
-NOTHING = Targets(math.inf, math.inf)  # with it a micro-batch adds zero to loss and gradients
+NOTHING = Targets(math.inf, math.inf, math.inf)  # with it a micro-batch adds zero to loss and gradients
 
 
 @dataclass(frozen=True)

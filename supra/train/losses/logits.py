@@ -21,9 +21,9 @@ _CHUNK_ELEMENTS = 1 << 24  # logits of one chunk: 64 MB in fp32
 def kl_loss(context: LossContext, batch: Batch, targets: Targets) -> Tensor:
     """(1 − w)·KL(teacher ‖ student)·τ² + w·cross-entropy, with w = `ce_weight` (Hinton, 1503.02531).
 
-    KL is the mean over all tokens at temperature τ, cross-entropy the mean over those that have a next token.
+    KL is the mean over all tokens to learn at temperature τ, cross-entropy over those of them that have a next token.
     """
-    divergence = _kl_of_chunk(context, batch, targets.num_tokens)
+    divergence = _kl_of_chunk(context, batch, targets.num_learned)
     weight = context.stage.ce_weight
     if not weight:
         return _through_the_head(context, batch, divergence)
@@ -46,7 +46,7 @@ def _kl_of_chunk(context: LossContext, batch: Batch, num_targets: float) -> Chun
     assert context.teacher is not None
     teacher, temperature = context.teacher, context.stage.kl_temperature
     with torch.no_grad(), context.accelerator.autocast():
-        target_hidden = teacher.model(**model_inputs(batch)).last_hidden_state.flatten(0, 1)
+        target_hidden = _learned(teacher.model(**model_inputs(batch)).last_hidden_state, batch)
 
     def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         with context.accelerator.autocast():
@@ -63,7 +63,7 @@ def _kl_of_chunk(context: LossContext, batch: Batch, num_targets: float) -> Chun
 
 
 def _ce_of_chunk(batch: Batch, num_targets: float) -> ChunkLoss:
-    labels = batch.labels.flatten()
+    labels = _learned(batch.labels, batch)
 
     def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         log_probabilities = F.log_softmax(logits.float(), dim=-1)
@@ -85,11 +85,11 @@ def _through_the_head(context: LossContext, batch: Batch, chunk_loss: ChunkLoss)
     """
     student, accelerator = context.student, context.accelerator
     with accelerator.autocast():
-        body = student.model(**model_inputs(batch)).last_hidden_state.flatten(0, 1)
+        body = _learned(student.model(**model_inputs(batch)).last_hidden_state, batch)
     leaf = body.detach().requires_grad_()
     total = torch.zeros((), device=body.device)
     chunk = max(1, _CHUNK_ELEMENTS // student.config.vocab_size)
-    for start in range(0, len(leaf), chunk):
+    for start in range(0, max(1, len(leaf)), chunk):  # once even without answers: every gradient is there
         rows = slice(start, start + chunk)
         with accelerator.autocast():
             logits = student.lm_head(leaf[rows])
@@ -100,6 +100,11 @@ def _through_the_head(context: LossContext, batch: Batch, chunk_loss: ChunkLoss)
     if body.requires_grad:  # else nothing trains but the head
         body.backward(gradient=leaf.grad)
     return total
+
+
+def _learned(x: Tensor, batch: Batch) -> Tensor:
+    """[N, …] of x [B, T, …]: the positions whose prediction is learned, in row order."""
+    return x.flatten(0, 1) if batch.learned is None else x[batch.learned]
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
