@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
+from .cli_convert import convert, inspect
 from .cli_eval import evaluate, report
 from .cli_recipes import recipes_app
 from .cli_train import train
@@ -24,6 +25,8 @@ app = typer.Typer(
     epilog="Start with: supra demo · or: supra inspect MODEL, supra convert MODEL -o OUT, supra train RECIPE",
 )  # fmt: skip
 app.add_typer(recipes_app, name="recipes")
+app.command()(inspect)
+app.command()(convert)
 app.command(name="eval")(evaluate)
 app.command()(report)
 app.command()(train)
@@ -40,133 +43,6 @@ def root(
     if version:
         typer.echo(f"supra {__version__}")
         raise typer.Exit
-
-
-ConversionRecipe = Annotated[
-    str | None, typer.Option("--recipe", help="A recipe's conversion: a name or a YAML file.")
-]
-FeatureMap = Annotated[
-    str | None,
-    typer.Option(
-        help="relu_dense, relu, hedgehog, t2r, elu or identity; its method sets the other defaults."
-    ),
-]
-Rope = Annotated[str | None, typer.Option(help="RoPE before or after the feature map.")]
-Decay = Annotated[str | None, typer.Option(help="none, alibi, retnet, learned or gated (by each token).")]
-DecayShared = Annotated[
-    bool | None, typer.Option(help="One decay per key/value head: the state is kept per KV head.")
-]
-Norm = Annotated[str | None, typer.Option(help="group_norm or denominator.")]
-NormAffine = Annotated[bool | None, typer.Option(help="Learned scale and shift after group_norm.")]
-Window = Annotated[int | None, typer.Option(help="Exact softmax over this many last tokens; 0 for none.")]
-NumSinkTokens = Annotated[
-    int | None, typer.Option(help="First tokens kept exact for ever, beside the window.")
-]
-KeepSoftmax = Annotated[str | None, typer.Option(help="Layers left as softmax: 0,5,11 or all.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
-AllowPickle = Annotated[bool, typer.Option(help="Accept .bin weights, read without running code in them.")]
-
-
-def build_conversion(recipe: str | None, **options: Any) -> tuple[Any, str]:
-    """The conversion asked for, and its YAML: a recipe's (preset `hedgehog-window` if none), changed by options.
-
-    Naming a feature map without a recipe starts from that method's own defaults.
-    """
-    from . import config
-
-    given = {name: value for name, value in options.items() if value is not None}
-    if recipe is None and "feature_map" in given:
-        return config.conversion_from_options(given)
-    base = config.load(recipe or "hedgehog-window", [])
-    return config.conversion_from_options({**base.conversion.model_dump(exclude_none=True), **given})
-
-
-def plan_conversion(
-    source: str, recipe: str | None, revision: str | None, allow_pickle: bool, **options: Any
-) -> tuple[Any, str]:
-    """The plan for a source under the conversion asked for, and the conversion's YAML."""
-    from .convert import make_plan
-
-    if options["keep_softmax"] == "all":
-        conversion, _ = build_conversion(recipe, **{**options, "keep_softmax": None})
-        num_layers = make_plan(
-            source, conversion, revision=revision, allow_pickle=allow_pickle
-        ).config.num_hidden_layers
-        options["keep_softmax"] = ",".join(str(layer) for layer in range(num_layers))
-    conversion, recipe_yaml = build_conversion(recipe, **options)
-    return make_plan(source, conversion, revision=revision, allow_pickle=allow_pickle), recipe_yaml
-
-
-@app.command()
-def inspect(
-    source: Annotated[str, typer.Argument(help="A Hugging Face folder, a hub id or a .gguf file.")],
-    recipe: ConversionRecipe = None, feature_map: FeatureMap = None, rope: Rope = None, decay: Decay = None,
-    decay_shared: DecayShared = None, norm: Norm = None, norm_affine: NormAffine = None, window: Window = None,
-    num_sink_tokens: NumSinkTokens = None, keep_softmax: KeepSoftmax = None, revision: Revision = None,
-    allow_pickle: AllowPickle = False,
-    as_json: Json = False,
-) -> None:  # fmt: skip
-    """Show what a conversion would keep, add and drop, and what it would cost; writes nothing."""
-    plan, _ = plan_conversion(
-        source, recipe, revision, allow_pickle, feature_map=feature_map, rope=rope, decay=decay,
-        decay_shared=decay_shared, norm=norm, norm_affine=norm_affine, window=window,
-        num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
-    )  # fmt: skip
-    print_plan(plan, as_json)
-    plan.require_convertible()
-    say(f"next: supra convert {source} -o OUT")
-
-
-def print_plan(plan: Any, as_json: bool) -> None:
-    """The plan as JSON or as tables, on stdout."""
-    if as_json:
-        typer.echo(plan.to_json())
-    else:
-        show(plan.render())
-
-
-@app.command()
-def convert(
-    source: Annotated[str, typer.Argument(help="A Hugging Face folder, a hub id or a .gguf file.")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write; must not exist.")],
-    recipe: ConversionRecipe = None, feature_map: FeatureMap = None, rope: Rope = None, decay: Decay = None,
-    decay_shared: DecayShared = None, norm: Norm = None, norm_affine: NormAffine = None, window: Window = None,
-    num_sink_tokens: NumSinkTokens = None, keep_softmax: KeepSoftmax = None, revision: Revision = None,
-    allow_pickle: AllowPickle = False,
-    seed: Annotated[int, typer.Option(help="Seed of the new tensors.")] = 0,
-    overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
-    verify: Annotated[bool, typer.Option(help="Reload, compare hashes and run one forward.")] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
-    as_json: Json = False,
-) -> None:  # fmt: skip
-    """Convert a checkpoint: teacher tensors are copied byte for byte, new ones added beside them."""
-    from .convert import check_target, execute, progress_bar
-
-    plan, recipe_yaml = plan_conversion(
-        source, recipe, revision, allow_pickle, feature_map=feature_map, rope=rope, decay=decay,
-        decay_shared=decay_shared, norm=norm, norm_affine=norm_affine, window=window,
-        num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
-    )  # fmt: skip
-    if dry_run:
-        print_plan(plan, as_json)
-        plan.require_convertible()
-        say(f"next: supra convert {source} -o {out}")
-        return
-    check_target(plan, out, overwrite)
-    if not as_json:
-        show(plan.render(), on_stdout=False)
-    with progress_bar() as progress:
-        result = execute(
-            plan,
-            out,
-            seed=seed,
-            recipe_yaml=recipe_yaml,
-            overwrite=overwrite,
-            verify=verify,
-            progress=progress,
-        )
-    typer.echo(result.to_json() if as_json else str(out))
-    say(f"next: supra train {recipe or 'hedgehog-window'} --model {out} -o runs/first")
 
 
 @app.command()
