@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .console import Json, say, show
+from .errors import UserError
 
 ConversionRecipe = Annotated[
     str | None, typer.Option("--recipe", help="A recipe's conversion: a name or a YAML file.")
@@ -29,7 +33,10 @@ Window = Annotated[int | None, typer.Option(help="Exact softmax over this many l
 NumSinkTokens = Annotated[
     int | None, typer.Option(help="First tokens kept exact for ever, beside the window.")
 ]
-KeepSoftmax = Annotated[str | None, typer.Option(help="Layers left as softmax: 0,5,11 or all.")]
+KeepSoftmax = Annotated[
+    str | None,
+    typer.Option(help="Layers left as softmax: 0,5,11, all, or auto:4 for the 4 that lose most (measured)."),
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 AllowPickle = Annotated[bool, typer.Option(help="Accept .bin weights, read without running code in them.")]
 
@@ -60,8 +67,48 @@ def plan_conversion(
             source, conversion, revision=revision, allow_pickle=allow_pickle
         ).config.num_hidden_layers
         options["keep_softmax"] = ",".join(str(layer) for layer in range(num_layers))
+    elif str(options["keep_softmax"]).startswith("auto"):
+        raise UserError(
+            f"--keep-softmax {options['keep_softmax']}",
+            "which layers lose most is measured, and nothing is measured here",
+            "Run `supra convert` without --dry-run, or name the layers",
+        )
     conversion, recipe_yaml = build_conversion(recipe, **options)
     return make_plan(source, conversion, revision=revision, allow_pickle=allow_pickle), recipe_yaml
+
+
+def choose_layers(
+    source: str,
+    recipe: str | None,
+    out: Path,
+    rank_tokens: int,
+    revision: str | None,
+    allow_pickle: bool,
+    **options: Any,
+) -> tuple[Any, str]:
+    """For `--keep-softmax auto:N`: every layer's error, the largest first, and the N worst layers as `3,7,11`.
+
+    Raises:
+        UserError: N is no number of layers that the model has, or the recipe cannot rank them.
+    """
+    from . import config
+    from .convert import make_plan
+
+    asked = options["keep_softmax"]
+    conversion, _ = build_conversion(recipe, **{**options, "keep_softmax": None})
+    plan = make_plan(source, conversion, revision=revision, allow_pickle=allow_pickle)
+    plan.require_convertible()
+    count, num_layers = str(asked).removeprefix("auto:"), plan.config.num_hidden_layers
+    if not count.isdigit() or not 0 < int(count) < num_layers:
+        reason = f"N is no number of layers from 1 to {num_layers - 1}"
+        raise UserError(f"--keep-softmax {asked}", reason, "Write auto:N, for example auto:4")
+    from .ranking import rank_layers
+
+    loaded = config.load(recipe or "hedgehog-window", []).model_copy(update={"conversion": conversion})
+    errors = rank_layers(
+        source, loaded, out, total_tokens=rank_tokens, revision=revision, allow_pickle=allow_pickle
+    )
+    return errors, ",".join(str(error.layer) for error in errors[: int(count)])
 
 
 def inspect(
@@ -99,19 +146,30 @@ def convert(
     num_sink_tokens: NumSinkTokens = None, keep_softmax: KeepSoftmax = None, revision: Revision = None,
     allow_pickle: AllowPickle = False,
     seed: Annotated[int, typer.Option(help="Seed of the new tensors.")] = 0,
+    rank_tokens: Annotated[
+        int, typer.Option(help="Tokens on which auto:N measures each layer.", min=1)
+    ] = 32_768,
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
     verify: Annotated[bool, typer.Option(help="Reload, compare hashes and run one forward.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Convert a checkpoint: teacher tensors are copied byte for byte, new ones added beside them."""
-    from .convert import check_target, execute, progress_bar
+    from .convert import check_place, check_target, execute, progress_bar
 
-    plan, recipe_yaml = plan_conversion(
-        source, recipe, revision, allow_pickle, feature_map=feature_map, rope=rope, decay=decay,
-        decay_shared=decay_shared, norm=norm, norm_affine=norm_affine, window=window,
-        num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "feature_map": feature_map, "rope": rope, "decay": decay, "decay_shared": decay_shared, "norm": norm,
+        "norm_affine": norm_affine, "window": window, "num_sink_tokens": num_sink_tokens,
+        "keep_softmax": keep_softmax,
+    }  # fmt: skip
+    layer_errors: Any = ()
+    if (keep_softmax or "").startswith("auto") and not dry_run:
+        check_place(out, overwrite)  # before minutes of measuring
+        layer_errors, options["keep_softmax"] = choose_layers(
+            source, recipe, out, rank_tokens, revision, allow_pickle, **options
+        )
+    plan, recipe_yaml = plan_conversion(source, recipe, revision, allow_pickle, **options)
+    plan = replace(plan, layer_errors=layer_errors)
     if dry_run:
         print_plan(plan, as_json)
         plan.require_convertible()
@@ -131,4 +189,15 @@ def convert(
             progress=progress,
         )
     typer.echo(result.to_json() if as_json else str(out))
-    say(f"next: supra train {recipe or 'hedgehog-window'} --model {out} -o runs/first")
+    name = recipe or "hedgehog-window"
+    say(f"next: supra train {name} --model {out} -o runs/first{_as_overrides(name, plan.conversion)}")
+
+
+def _as_overrides(recipe: str, conversion: Any) -> str:
+    """The `--set` options with which a recipe says what was converted, where it says something else."""
+    from . import config
+
+    said = config.load(recipe, []).conversion.resolve().model_dump(mode="json")
+    done = conversion.model_dump(mode="json")
+    changed = [f"conversion.{key}={json.dumps(value)}" for key, value in done.items() if said[key] != value]
+    return "".join(f" --set {shlex.quote(change)}" for change in changed)

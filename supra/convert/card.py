@@ -43,7 +43,7 @@ Memory of the context:
 | tokens | teacher's KV cache | this model |
 |---:|---:|---:|
 {context}
-
+{ranking}
 ## How to load
 
 ```python
@@ -103,6 +103,7 @@ def provenance(plan: Plan, seed: int, hashes: dict[str, Any]) -> dict[str, Any]:
         "dtype": plan.dtype,
         "parameters": {"kept": plan.parameters_kept, "added": plan.parameters_added},
         "dropped": [tensor.name for tensor in plan.dropped],
+        "layer_errors": [error._asdict() for error in plan.layer_errors],
     }
 
 
@@ -147,8 +148,30 @@ def model_card(plan: Plan, seed: int, out: Path) -> str:
         dtype=plan.dtype,
         seed=seed,
         context="\n".join(rows),
+        ranking=_ranking(plan),
         licence=licence,
     )
+
+
+def _ranking(plan: Plan) -> str:
+    """By what the softmax layers were chosen, as a section of the card."""
+    if not plan.layer_errors:
+        return ""
+    lines = [
+        "",
+        "## Layers by what they lose",
+        "",
+        "Relative squared error of a layer's attention after a short transfer of that layer alone; those with the",
+        "largest stay softmax.",
+        "",
+        "| layer | error | becomes |",
+        "|---:|---:|---|",
+    ]
+    kept = plan.conversion.keep_softmax
+    lines += [
+        f"| {i} | {error:.4f} | {'softmax' if i in kept else 'linear'} |" for i, error in plan.layer_errors
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _window(conversion: Conversion) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from supra.architectures import DROPPABLE_SUFFIXES
 from supra.config import Conversion
@@ -39,9 +39,19 @@ class Refused:
     reason: str
 
 
+class LayerError(NamedTuple):
+    """A layer, and its attention's relative squared error |student − teacher|² / |teacher|² once it was linear."""
+
+    layer: int
+    error: float
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What a conversion will do; `new` are the student's own tensors, the other three the teacher's."""
+    """What a conversion will do; `new` are the student's own tensors, the other three the teacher's.
+
+    `layer_errors`: by what the softmax layers were chosen, the largest first; empty where the user named them.
+    """
 
     source: Source
     conversion: Conversion
@@ -52,6 +62,7 @@ class Plan:
     dropped: tuple[TensorInfo, ...]
     refused: tuple[Refused, ...]
     notes: tuple[str, ...]
+    layer_errors: tuple[LayerError, ...] = ()
 
     @property
     def dtype(self) -> str:

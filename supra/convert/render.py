@@ -44,6 +44,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "download_bytes": plan.source.bytes_to_download(),
         "memory_bytes": {"convert": plan.convert_memory_bytes, "load": plan.load_memory_bytes},
         "notes": list(plan.notes),
+        "layer_errors": [error._asdict() for error in plan.layer_errors],
         "kept": [_tensor_data(tensor) for tensor in plan.kept],
         "new": [_tensor_data(tensor) for tensor in plan.new],
         "dropped": [_tensor_data(tensor) for tensor in plan.dropped],
@@ -67,6 +68,8 @@ def plan_view(plan: Plan) -> RenderableType:
         parts += [_tensor_table(title, tensors), Text()]
     if plan.refused:
         parts += [_refused_table(plan), Text()]
+    if plan.layer_errors:
+        parts += [_ranking_table(plan), Text()]
     parts.append(_context_table(plan))
     parts += [Text(f"note: {note}") for note in plan.notes]
     return Group(*parts)
@@ -122,6 +125,19 @@ def _refused_table(plan: Plan) -> Table:
     table.add_column("reason", overflow="fold")
     for item in plan.refused:
         table.add_row(Text(item.tensor.name), Text(item.reason))
+    return table
+
+
+def _ranking_table(plan: Plan) -> Table:
+    table = Table(
+        title="Layers by what they lose", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
+    for name in ("layer", "relative error", "becomes"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for layer, error in plan.layer_errors:
+        table.add_row(
+            str(layer), f"{error:.4f}", "softmax" if layer in plan.conversion.keep_softmax else "linear"
+        )
     return table
 
 

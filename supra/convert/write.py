@@ -171,12 +171,7 @@ def write_new_tensors(plan: Plan, path: Path, seed: int, meter: Meter) -> str:
 
 def check_target(plan: Plan, out: Path, overwrite: bool) -> None:
     """UserError when `out` cannot or must not be written."""
-    if not out.parent.is_dir():
-        raise UserError(
-            str(out), f"the folder {out.parent} does not exist", f"Create it first: mkdir -p {out.parent}"
-        )
-    if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise UserError(str(out), f"the folder {out.parent} is not writable", "Choose another place with -o")
+    _check_parent(out)
     source = plan.source.local_path()
     if source is not None:
         source, target = source.resolve(), out.resolve()
@@ -186,6 +181,25 @@ def check_target(plan: Plan, out: Path, overwrite: bool) -> None:
             )
         if target in source.parents:
             raise UserError(str(out), "the teacher lies inside of it", "Choose another place with -o")
+    _check_existing(out, overwrite)
+
+
+def check_place(out: Path, overwrite: bool) -> None:
+    """UserError when there is no place for a folder `out`, whatever is to be converted."""
+    _check_parent(out)
+    _check_existing(out, overwrite)
+
+
+def _check_parent(out: Path) -> None:
+    if not out.parent.is_dir():
+        raise UserError(
+            str(out), f"the folder {out.parent} does not exist", f"Create it first: mkdir -p {out.parent}"
+        )
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise UserError(str(out), f"the folder {out.parent} is not writable", "Choose another place with -o")
+
+
+def _check_existing(out: Path, overwrite: bool) -> None:
     if not out.exists():
         return
     if not overwrite:
