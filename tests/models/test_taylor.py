@@ -45,7 +45,10 @@ def test_products_are_the_polynomial_and_at_least_one_half(
         one.weight.data.copy_(normal(*one.weight.shape, seed=seed))
     q, k = (size * normal(1, 5, 3, head_dim, seed=seed) for seed in (2, 3))
     found = torch.einsum("bihk,bjhk->bhij", maps[0](q), maps[1](k))
-    s = torch.einsum("bihd,hpd,hpe,bjhe->bhij", q, maps[0].weight, maps[1].weight, k).detach() / taylor_dim**0.5
+    s = (
+        torch.einsum("bihd,hpd,hpe,bjhe->bhij", q, maps[0].weight, maps[1].weight, k).detach()
+        / taylor_dim**0.5
+    )
     assert_close(found, 1 + s + s * s / 2, rtol=1e-9, atol=1e-9 * size**4 * head_dim**2)
     width = SupraConfig(
         num_attention_heads=1, head_dim=head_dim, **{**TAYLOR, "taylor_dim": taylor_dim}
@@ -54,6 +57,7 @@ def test_products_are_the_polynomial_and_at_least_one_half(
     assert float((1 + s + s * s / 2).min()) >= 0.5
 
 
+@torch.no_grad()
 def test_half_precision_stays_positive() -> None:
     """Long, almost opposite directions: s near −1, of terms hundreds large, whose rounding would go below zero."""
     taylor = started(64, 16).float()
