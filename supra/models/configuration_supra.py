@@ -33,7 +33,7 @@ class SupraConfig(LlamaConfig):
     - `attention_norm`: `group_norm` (one group per head) or `denominator` (Σ_j φ(q_i)·φ(k_j));
     - `teacher_layer_types`: what each layer was, so that training compares with the teacher as it is;
     - `window`: exact softmax over the last `window` tokens sharing the denominator with the linear part over the
-      older ones, which is that sum as it was `window` tokens ago (keys, values and γ_t all wait: the weight of j is
+      older ones, which reads the state of `window` tokens ago (keys, values and γ_t wait together: j's decay is
       Π_{j<t≤i−window} γ_t); 0 for none; with it, the first `num_sink_tokens` stay exact too (attention sinks).
 
     Raises:
