@@ -1,8 +1,8 @@
 """The operators and their dispatch: the only file that knows backends.
 
 A backend is one entry of `BACKENDS`. `auto` takes the first entry of `AUTO_ORDER` for the tensors' device type
-that is available there; any other name is used as asked or refused with the reason. Nothing ever falls back
-silently. Backends that need Triton are imported when first used.
+that is available there and takes heads so wide; any other name is used as asked or refused with the reason.
+Nothing ever falls back silently. Backends that need Triton are imported when first used.
 """
 
 import importlib
@@ -26,14 +26,15 @@ from supra_kernels.window import window_attention_torch
 
 @dataclass(frozen=True)
 class Backend:
-    """Implementations of the operators and `unavailable(device)`: why it cannot run (on that device, or at
-    all if None)."""
+    """Implementations of the operators, `unavailable(device)`: why it cannot run (on that device, or at all
+    if None), and `too_wide(K, V)`: why it cannot compute heads with so many features and values."""
 
     linear_attention: Callable[..., tuple[Tensor, Tensor | None]]
     linear_attention_step: Callable[..., tuple[Tensor, Tensor]]
     window_attention: Callable[..., tuple[Tensor, Tensor]]
     unavailable: Callable[[torch.device | None], str | None]
     fused: str | None = None  # the module of what it fuses beyond these operators
+    too_wide: Callable[[int, int], str | None] = lambda key_dim, value_dim: None
 
 
 def _everywhere(device: torch.device | None) -> str | None:
@@ -77,6 +78,7 @@ BACKENDS["triton"] = Backend(
     _later(TRITON, "window_attention"),
     _triton,
     fused=f"{TRITON}.fused",
+    too_wide=_later(f"{TRITON}.tiling", "too_wide"),
 )
 FLA = "supra_kernels.fla_backend"
 BACKENDS["fla"] = Backend(
@@ -95,16 +97,20 @@ def available_backends() -> dict[str, str]:
     return {name: backend.unavailable(None) or "available" for name, backend in BACKENDS.items()}
 
 
-def resolve_backend(name: str, device: torch.device | str) -> str:
+def resolve_backend(name: str, device: torch.device | str, head_dims: tuple[int, int] = (0, 0)) -> str:
     """The backend that `name` means on `device`: itself, or for `auto` the first of `AUTO_ORDER` that can
-    run there.
+    run there, and compute heads of `head_dims` (K, V).
 
     Raises BackendError, with the reason, if there is no such backend or it cannot run.
     """
     device = torch.device(device)
+
+    def why_not(each: str) -> str | None:
+        return BACKENDS[each].unavailable(device) or BACKENDS[each].too_wide(*head_dims)
+
     if name == "auto":
         order = AUTO_ORDER.get(device.type, AUTO_ELSEWHERE)
-        reasons = {each: BACKENDS[each].unavailable(device) for each in order}
+        reasons = {each: why_not(each) for each in order}
         for each, reason in reasons.items():
             if reason is None:
                 return each
@@ -113,7 +119,7 @@ def resolve_backend(name: str, device: torch.device | str) -> str:
         )
     if name not in BACKENDS:
         raise BackendError(f"there is no backend {name!r}; known: auto, {', '.join(BACKENDS)}")
-    reason = BACKENDS[name].unavailable(device)
+    reason = why_not(name)
     if reason is not None:
         raise BackendError(f"backend {name!r} cannot run on {device}: {reason}")
     return name
@@ -128,8 +134,8 @@ def fused_operators(name: str, device: torch.device | str) -> ModuleType | None:
     return None if module is None else importlib.import_module(module)
 
 
-def _backend(name: str, q: Tensor) -> Any:
-    return BACKENDS[resolve_backend(name, q.device)]
+def _backend(name: str, q: Tensor, v: Tensor) -> Any:
+    return BACKENDS[resolve_backend(name, q.device, (q.shape[-1], v.shape[-1]))]
 
 
 def linear_attention(
@@ -156,7 +162,7 @@ def linear_attention(
     final state. Raises ValueError if shapes do not fit, BackendError as `resolve_backend`.
     """
     check_linear_attention(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
-    return _backend(backend, q).linear_attention(
+    return _backend(backend, q, v).linear_attention(
         q, k, v, log_decay, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         cu_seqlens=cu_seqlens, chunk_size=chunk_size,
     )  # fmt: skip
@@ -180,7 +186,7 @@ def linear_attention_step(
     Raises as `linear_attention`.
     """
     check_step(q, k, v, state, log_decay)
-    return _backend(backend, q).linear_attention_step(q, k, v, state, log_decay, scale=scale)
+    return _backend(backend, q, v).linear_attention_step(q, k, v, state, log_decay, scale=scale)
 
 
 def window_attention(
@@ -205,7 +211,7 @@ def window_attention(
     once, through both outputs. Raises as `linear_attention`.
     """
     check_window(q, k, v, window, cu_seqlens, past_k, past_v, past_valid)
-    return _backend(backend, q).window_attention(
+    return _backend(backend, q, v).window_attention(
         q,
         k,
         v,

@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from supra.config.fields import Count, Section, comma_list
 
-FeatureMap = Literal["relu_dense", "relu", "hedgehog", "t2r", "elu", "identity"]
+FeatureMap = Literal["relu_dense", "relu", "hedgehog", "t2r", "elu", "taylor", "identity"]
 RopePosition = Literal["before", "after"]
 Decay = Literal["none", "alibi", "retnet", "learned", "gated"]
 Norm = Literal["group_norm", "denominator"]
@@ -26,13 +26,16 @@ _METHODS: dict[str, _Method] = {
     "hedgehog": _Method("before", "denominator", "none"),
     "t2r": _Method("before", "denominator", "none"),
     "elu": _Method("before", "denominator", "none"),
+    "taylor": _Method("before", "denominator", "none"),
 }
+TAYLOR_DIM = 16
 
 
 class Conversion(Section):
     """How softmax attention becomes linear; `null` = the default of the feature map's method."""
 
     feature_map: FeatureMap = "relu_dense"
+    taylor_dim: Annotated[Count, Field(ge=2)] | None = None  # dimensions that `taylor` expands
     norm: Norm | None = None
     rope: RopePosition | None = Field(default=None, validate_default=True)
     decay: Decay | None = None
@@ -48,6 +51,7 @@ class Conversion(Section):
         """The same conversion with every `null` filled by its method's default."""
         return self.model_copy(
             update={
+                "taylor_dim": (self.taylor_dim or TAYLOR_DIM) if self.feature_map == "taylor" else None,
                 "rope": self.rope or _METHODS[self.feature_map].rope,
                 "decay": self.decay or _METHODS[self.feature_map].decay,
                 "norm": self.norm or _METHODS[self.feature_map].norm,
@@ -60,6 +64,15 @@ class Conversion(Section):
         )
 
     # Validators see the valid ones of the fields above theirs: so each field reports its own conflict.
+    @field_validator("taylor_dim")
+    @classmethod
+    def _taylor_dim_is_taylors_and_even(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and info.data.get("feature_map", "taylor") != "taylor":
+            raise ValueError("only the taylor map projects to so many dimensions: set feature_map to taylor")
+        if value and value % 2:
+            raise ValueError("RoPE rotates pairs of dimensions: give an even number")
+        return value
+
     @field_validator("decay_shared")
     @classmethod
     def _shared_needs_decay(cls, value: bool | None, info: ValidationInfo) -> bool | None:
@@ -78,10 +91,12 @@ class Conversion(Section):
 
     @field_validator("rope")
     @classmethod
-    def _denominator_needs_rope_before(
+    def _some_features_need_rope_before(
         cls, value: RopePosition | None, info: ValidationInfo
     ) -> RopePosition | None:
         rope = _effective("rope", {**info.data, "rope": value})
+        if rope == "after" and info.data.get("feature_map") == "taylor":
+            raise ValueError("taylor features are products, not pairs to rotate: set rope to before")
         if rope == "after" and _effective("norm", info.data) == "denominator":
             raise ValueError("RoPE after the features lets the denominator change sign: set rope to before")
         return value

@@ -83,10 +83,11 @@ def _summary(plan: Plan) -> Table:
     window = f"softmax window of {conversion.window} tokens" if conversion.window else "no softmax window"
     window += f" and the first {conversion.num_sink_tokens}" if conversion.num_sink_tokens else ""
     shared = ", shared in each key/value group" if conversion.decay_shared else ""
+    dims = f" of {conversion.taylor_dim} dimensions" if conversion.taylor_dim else ""
     rows = {
         "teacher": f"{plan.source.location} ({plan.source.kind}, {model_type}, {plan.dtype})",
         "layers": f"{len(layers) - kept} linear, {kept} softmax",
-        "linear layer": f"{conversion.feature_map} feature map, rotary positions {conversion.rope} it",
+        "linear layer": f"{conversion.feature_map} feature map{dims}, rotary positions {conversion.rope} it",
         "": f"{conversion.decay} decay{shared}, {conversion.norm}, {window}",
         "parameters": f"{plan.parameters_kept:,} kept + {plan.parameters_added:,} new ({percent:.2f} %)",
         "disk": human_bytes(plan.disk_bytes),

@@ -76,6 +76,7 @@ def student_config(
             qk_norm=row.query_key_norm,
             dtype=dtype,
             feature_map=conversion.feature_map,
+            taylor_dim=conversion.taylor_dim,
             rope_position=conversion.rope,
             decay=conversion.decay,
             decay_shared=conversion.decay_shared,

@@ -57,7 +57,9 @@ def build_new_modules(config: SupraConfig) -> dict[str, nn.Module]:
             heads, heads * config.head_dim, eps=1e-5, affine=config.group_norm_affine
         )
     if config.window:
-        modules["window_mix"] = WindowMix(config.num_attention_heads)
+        modules["window_mix"] = WindowMix(
+            config.num_attention_heads, expands_exp=config.feature_map == "taylor"
+        )
     return modules
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
-FEATURE_MAPS = ("relu_dense", "relu", "hedgehog", "t2r", "elu", "identity")
-NON_NEGATIVE_FEATURE_MAPS = ("relu_dense", "relu", "hedgehog", "t2r", "elu")
+FEATURE_MAPS = ("relu_dense", "relu", "hedgehog", "t2r", "elu", "taylor", "identity")
+# φ(q)·φ(k) is never negative, so a sum of it can normalise.
+NORMALISING_FEATURE_MAPS = ("relu_dense", "relu", "hedgehog", "t2r", "elu", "taylor")
 ROPE_POSITIONS = ("after", "before")
 DECAYS = ("none", "alibi", "retnet", "learned", "gated")
 ATTENTION_NORMS = ("group_norm", "denominator")
@@ -25,13 +26,14 @@ class SupraConfig(LlamaConfig):
     Every linear layer computes `o_i = Σ_{j≤i} γ^(i−j) (φ(q_i)·φ(k_j)) v_j` (arXiv 2405.06640, section 3) with
 
     - `feature_map`: φ, one of `FEATURE_MAPS`; `rope_position` places RoPE `after` φ (SUPRA) or `before` it (LoLCATs);
+      `taylor` expands a projection to `taylor_dim` dimensions (None with the other maps);
     - `decay`: `none`, `alibi` (γ_h = exp(−2^(−8(h+1)/H))), `retnet` (γ_h = 1 − 2^(−5−h)), `learned`, or `gated` (a γ_t
       from each token: γ^(i−j) is Π_{j<t≤i} γ_t); with `decay_shared` one value per key/value head, so that the state is
       kept per key/value head;
     - `attention_norm`: `group_norm` (one group per head) or `denominator` (Σ_j φ(q_i)·φ(k_j));
     - `teacher_layer_types`: what each layer was, so that training compares with the teacher as it is;
     - `window`: exact softmax over the last `window` tokens sharing the denominator with the linear part over the
-      older ones, which is that sum as it was `window` tokens ago (keys, values and γ_t all wait: the weight of j is
+      older ones, which reads the state of `window` tokens ago (keys, values and γ_t wait together: j's decay is
       Π_{j<t≤i−window} γ_t); 0 for none; with it, the first `num_sink_tokens` stay exact too (attention sinks).
 
     Raises:
@@ -45,6 +47,7 @@ class SupraConfig(LlamaConfig):
     attention_output_bias: bool = False
     qk_norm: bool = False
     feature_map: str = "relu_dense"
+    taylor_dim: int | None = None
     rope_position: str = "after"
     decay: str = "alibi"
     decay_shared: bool = False
@@ -84,6 +87,8 @@ class SupraConfig(LlamaConfig):
     def feature_dim(self) -> int:
         """Width K of φ's output for one head."""
         assert self.head_dim is not None
+        if self.taylor_dim is not None:
+            return 1 + self.taylor_dim + self.taylor_dim * (self.taylor_dim + 1) // 2
         return 2 * self.head_dim if self.feature_map == "hedgehog" else self.head_dim
 
     @property
@@ -154,12 +159,14 @@ class SupraConfig(LlamaConfig):
             and not self.sliding_window
         ):
             raise ValueError("sliding_attention layers need sliding_window to be set")
+        self._validate_taylor()
         if not self.num_linear_layers:
             return
         if self.attention_norm == "denominator":
-            if self.feature_map not in NON_NEGATIVE_FEATURE_MAPS:
+            if self.feature_map not in NORMALISING_FEATURE_MAPS:
                 raise ValueError(
-                    f"attention_norm='denominator' needs a non-negative feature map; {self.feature_map!r} is signed"
+                    f"attention_norm='denominator' needs a feature map whose φ(q)·φ(k) is never negative; "
+                    f"{self.feature_map!r}'s can be"
                 )
             if self.rope_position == "after":
                 raise ValueError(
@@ -177,21 +184,42 @@ class SupraConfig(LlamaConfig):
                 "cannot be rotated again. Use linear, yarn or llama3 scaling"
             )
 
+    def _validate_taylor(self) -> None:
+        assert self.head_dim is not None
+        if self.feature_map != "taylor":
+            if self.taylor_dim is not None:
+                raise ValueError(
+                    f"taylor_dim={self.taylor_dim} has no meaning with feature_map={self.feature_map!r}"
+                )
+            return
+        if self.taylor_dim is None or self.taylor_dim % 2 or not 2 <= self.taylor_dim <= self.head_dim:
+            raise ValueError(
+                f"taylor_dim={self.taylor_dim} must be even, as RoPE rotates pairs, and from 2 to the head_dim of "
+                f"{self.head_dim}"
+            )
+        if self.rope_position == "after":
+            raise ValueError(
+                "feature_map='taylor' needs rope_position='before': its features are products, not pairs to rotate"
+            )
+
 
 def recurrent_state_bytes(config: SupraConfig, batch_size: int = 1, window_bytes_per_element: int = 2) -> int:
     """Bytes that generation keeps for the linear layers, whatever the context length.
 
     The state [S, K, V] and the window's log decays [w, S] are fp32; its keys, mapped keys and values have the weights'
-    dtype.
+    dtype, but for mapped keys of the Taylor map, which are fp32.
     """
     assert config.head_dim is not None and config.num_key_value_heads is not None
     state = config.num_state_heads * config.feature_dim * config.value_dim * 4
     kv_dims = config.num_key_value_heads * 2 * config.head_dim
-    window_dims = config.window * (kv_dims + config.num_key_value_heads * config.feature_dim)
-    sink_dims = config.num_sink_tokens * kv_dims
+    mapped_dims = config.window * config.num_key_value_heads * config.feature_dim
+    mapped_bytes = 4 if config.feature_map == "taylor" else window_bytes_per_element
+    exact_dims = (config.window + config.num_sink_tokens) * kv_dims
     num_seen = 8 if config.window else 0
     log_decays = config.window * config.num_state_heads * 4 if config.decay == "gated" else 0
-    per_layer = state + (window_dims + sink_dims) * window_bytes_per_element + log_decays + num_seen
+    per_layer = (
+        state + exact_dims * window_bytes_per_element + mapped_dims * mapped_bytes + log_decays + num_seen
+    )
     return batch_size * config.num_linear_layers * per_layer
 
 

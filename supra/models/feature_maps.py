@@ -5,12 +5,15 @@ Symbols: B batch, T tokens, h heads, D head dim, K feature dim.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .precision import HALF_PRECISION
 
 if TYPE_CHECKING:
     from .configuration_supra import SupraConfig
@@ -70,8 +73,44 @@ class Hedgehog(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = headwise_linear(x, self.weight)
         # fp32: a bf16 softmax over 2D entries loses the small features that carry the long context.
-        dtype = torch.float32 if y.dtype in (torch.bfloat16, torch.float16) else y.dtype
+        dtype = torch.float32 if y.dtype in HALF_PRECISION else y.dtype
         return torch.softmax(torch.cat((y, -y), dim=-1), dim=-1, dtype=dtype).to(y.dtype)
+
+
+class Taylor(nn.Module):
+    """φ(x) = [1, y, y_i²/√2, y_i·y_j (i < j)] with y = W_h x / D'^¼, x [B, T, h, D] -> [B, T, h, 1 + D' + D'(D'+1)/2].
+
+    Source: Based (arXiv 2402.18668, section 4): with s = W_q q·W_k k / √D', φ(q)·φ(k) = 1 + s + s²/2, the second-order
+    Taylor polynomial of exp(s). It is at least 1/2, so it can normalise. W starts as D' coordinates of a head, the same
+    in queries and keys: whole rotary pairs, evenly spread over the frequencies, scaled so that s stands for q·k/√D.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, taylor_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, taylor_dim, head_dim))
+
+    def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
+        _, taylor_dim, head_dim = self.weight.shape
+        # Llama's rotary pairs are coordinates i and i + D/2.
+        pairs = torch.arange(taylor_dim // 2, device="cpu") * head_dim // taylor_dim
+        rows = torch.eye(head_dim, device="cpu")[torch.cat((pairs, pairs + head_dim // 2))]
+        return {"weight": (rows * (head_dim / taylor_dim) ** 0.25).expand(self.weight.shape).clone()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Half precision comes out in fp32: s²/2 is a sum that cancels, and rounded terms could leave it below −s."""
+        y = headwise_linear(x, self.weight)
+        y = y.to(torch.float32 if y.dtype in HALF_PRECISION else y.dtype) * self.weight.shape[1] ** -0.25
+        products = (y.unsqueeze(-1) * y.unsqueeze(-2)).flatten(-2)
+        mixed = products.index_select(-1, _above_diagonal(self.weight.shape[1], x.device))
+        return torch.cat((torch.ones_like(y[..., :1]), y, y * y * 0.5**0.5, mixed), dim=-1)
+
+
+@functools.lru_cache(maxsize=64)
+def _above_diagonal(size: int, device: torch.device) -> Tensor:
+    """Where i < j in a flattened [size, size]; made once, as a copy from the host in every layer would stall a GPU."""
+    with torch.inference_mode(False):  # it is saved for the backward pass
+        row, column = torch.triu_indices(size, size, offset=1)
+        return (row * size + column).to(device)
 
 
 class ELUPlusOne(nn.Module):
@@ -98,6 +137,12 @@ def build_feature_maps(config: SupraConfig) -> dict[str, nn.Module]:
     if config.feature_map in ("elu", "identity"):
         kind: type[nn.Module] = ELUPlusOne if config.feature_map == "elu" else Identity
         return {"feature_map_q": kind(), "feature_map_k": kind()}
+    if config.feature_map == "taylor":
+        assert config.taylor_dim is not None
+        return {
+            "feature_map_q": Taylor(heads_q, dim, config.taylor_dim),
+            "feature_map_k": Taylor(heads_k, dim, config.taylor_dim),
+        }
     with_weights = {"relu_dense": DenseReLU, "relu": HeadwiseReLU, "t2r": HeadwiseReLU, "hedgehog": Hedgehog}
     make = with_weights[config.feature_map]
     if config.feature_map == "relu_dense" and heads_q == heads_k:

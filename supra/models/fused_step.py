@@ -85,8 +85,7 @@ def fused_step(
     cos, sin = (None, None) if rope == "none" else (x[:, 0] for x in position_embeddings)
     state = memory.recurrent_state.contiguous()
     output = step.decode_step(
-        plan, q[:, 0], k[:, 0], v[:, 0], state,
-        log_decay[:, 0] if per_token(log_decay) else log_decay,
+        plan, q[:, 0], k[:, 0], v[:, 0], state, log_decay[:, 0] if per_token(log_decay) else log_decay,
         cos=cos, sin=sin, weights=step.StepWeights(**_weights(layer, map_q, map_k)),
     )  # fmt: skip
     memory.store(1, state, (), (), None)

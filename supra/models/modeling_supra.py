@@ -217,10 +217,13 @@ class SupraForCausalLM(SupraPreTrainedModel, LlamaForCausalLM):
         """Choose the kernel backend of every linear layer and return the name of the one that will run.
 
         Raises:
-            supra_kernels.BackendError: the backend is unknown or cannot run here; nothing falls back.
+            supra_kernels.BackendError: the backend is unknown, or cannot run here or with heads so wide; nothing falls
+                back.
         """
-        resolved = resolve_backend(backend, self.device)
-        for layer in self.linear_layers():
+        layers = self.linear_layers()
+        head_dims = (self.config.feature_dim, self.config.value_dim) if layers else (0, 0)
+        resolved = resolve_backend(backend, self.device, head_dims)
+        for layer in layers:
             layer.backend = resolved
         return resolved
 

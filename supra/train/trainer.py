@@ -206,6 +206,7 @@ def check_conversion(conversion: Conversion, config: SupraConfig) -> None:
     kept = tuple(i for i, kind in enumerate(config.layer_types or []) if kind != "linear_attention")
     pairs = {
         "feature_map": (wanted.feature_map, config.feature_map),
+        "taylor_dim": (wanted.taylor_dim, config.taylor_dim),
         "rope": (wanted.rope, config.rope_position),
         "decay": (wanted.decay, config.decay),
         "decay_shared": (wanted.decay_shared, config.decay_shared),

@@ -55,6 +55,21 @@ def test_printed_plan_and_json(golden_teacher: str) -> None:
     assert found == expected
 
 
+def test_printed_plan_of_taylor_features_and_a_gated_decay(golden_teacher: str, tmp_path: Path) -> None:
+    conversion = Conversion(feature_map="taylor", taylor_dim=4, window=16, decay="gated", decay_shared=True)
+    plan = make_plan(golden_teacher, conversion)
+    assert printed(plan).partition("\nNew\n")[2] == (GOLDEN / "plan_taylor.txt").read_text()
+    assert "taylor feature map of 4 dimensions, rotary positions before it" in printed(plan)
+    card = model_card(plan, 0, tmp_path)
+    assert "| `taylor` of 4 dimensions, rotary positions before it |" in card
+    assert "| decay | `gated`, shared within each key/value group |" in card
+
+
+def test_a_head_narrower_than_the_taylor_map_is_refused(llama: Path) -> None:
+    with pytest.raises(UserError, match=r"taylor_dim=16 must be even.*head_dim of 8"):
+        make_plan(str(llama), Conversion(feature_map="taylor"))
+
+
 def test_window_and_sinks_are_stated(llama: Path, tmp_path: Path) -> None:
     plan = make_plan(str(llama), Conversion(feature_map="hedgehog", window=16, num_sink_tokens=2))
     assert "softmax window of 16 tokens and the first 2" in printed(plan)

@@ -30,7 +30,7 @@ CONVERSIONS = {
     "t2r-one-softmax-layer": Conversion(feature_map="t2r", keep_softmax=(1,)),
     "elu": Conversion(feature_map="elu"),
     "identity": Conversion(feature_map="identity"),
-    "gated": Conversion(feature_map="hedgehog", window=8, decay="gated"),
+    "taylor-gated": Conversion(feature_map="taylor", taylor_dim=4, window=8, decay="gated"),
 }
 
 

@@ -50,6 +50,21 @@ def test_auto_takes_triton_on_a_gpu_where_it_can_run(monkeypatch: pytest.MonkeyP
         assert resolve_backend("auto", "cuda") == chosen
 
 
+def test_auto_passes_over_a_backend_that_cannot_compute_heads_so_wide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    triton = dataclasses.replace(autograd.BACKENDS["triton"], unavailable=lambda device: None)
+    monkeypatch.setitem(autograd.BACKENDS, "triton", triton)
+    monkeypatch.setitem(autograd.AUTO_ORDER, "cpu", ("triton", "torch"))
+    assert resolve_backend("auto", "cpu", (512, 65)) == "triton"
+    assert resolve_backend("auto", "cpu", (561, 65)) == "torch"
+    with pytest.raises(BackendError, match=r"cannot run on cpu: head dims 64 and 513.*at most 512"):
+        resolve_backend("triton", "cpu", (64, 513))
+    q = torch.randn(1, 3, 1, 561)
+    assert torch.equal(linear_attention(q, q, q)[0], linear_attention(q, q, q, backend="torch")[0])
+
+
 def test_an_unknown_backend_is_refused_by_name() -> None:
     with pytest.raises(BackendError, match=r"no backend 'tritn'; known: auto, torch, reference"):
         linear_attention(zeros(1, 2, 1, 4), zeros(1, 2, 1, 4), zeros(1, 2, 1, 4), backend="tritn")

@@ -75,6 +75,7 @@ def test_lengths_around_a_chunk(T: int, problem: Callable[..., Problem], near: C
         (4, 1, 96, 97, 20),
         (8, 1, 16, 48, 20),
         (1, 1, 128, 129, 66),
+        (1, 1, 153, 17, 20),
         (1, 1, 256, 16, 20),
         (1, 1, 16, 256, 20),
     ],

@@ -82,7 +82,8 @@ def test_a_step_equals_the_reference(problem: Make, kind: str, B: int, H: int, G
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize(
-    ("K", "V"), [(64, 64), (80, 80), (96, 33), (128, 129), (65, 65), (512, 17), (5, 1), (256, 96), (1, 3)]
+    ("K", "V"),
+    [(64, 64), (80, 80), (96, 33), (128, 129), (65, 65), (153, 65), (512, 17), (5, 1), (256, 96), (1, 3)],
 )
 def test_widths_that_fill_no_block(problem: Make, K: int, V: int, dtype: torch.dtype) -> None:
     """Among them those of a normaliser behind a round number of values, which has no block of its own."""

@@ -36,6 +36,10 @@ VARIANTS: dict[str, dict] = {
     "hedgehog-window-gated-shared": {
         "feature_map": "hedgehog", **DENOMINATOR, "decay": "gated", "decay_shared": True, "window": 4,
     },
+    "taylor": {"feature_map": "taylor", "taylor_dim": 6, **DENOMINATOR, "decay": "none"},
+    "taylor-window-sinks-gated": {
+        "feature_map": "taylor", "taylor_dim": 4, **DENOMINATOR, "decay": "gated", "window": 3, "num_sink_tokens": 2,
+    },
     "sinks": {
         "feature_map": "hedgehog", **DENOMINATOR, "decay": "none", "window": 3,
         "num_sink_tokens": 2,

@@ -28,6 +28,16 @@ def log_weights(layer, hidden: Tensor) -> Tensor:
     return torch.einsum("bht,ijt->bhij", log_gate, between.to(log_gate.dtype))
 
 
+def similarities(layer, q: Tensor, k: Tensor, mapped_q: Tensor, mapped_k: Tensor) -> Tensor:
+    """[B, H, T, T]: φ(q)·φ(k), of the Taylor map as the polynomial that it stands for; k and mapped_k of every head."""
+    if layer.config.feature_map != "taylor":
+        return torch.einsum("bihd,bjhd->bhij", mapped_q, mapped_k)
+    weight_q, weight_k = layer.feature_map_q.weight, layer.feature_map_k.weight
+    weight_k = weight_k.repeat_interleave(layer.num_heads // layer.num_key_value_heads, dim=0)
+    s = torch.einsum("bihd,hpd,hpe,bjhe->bhij", q, weight_q, weight_k, k) / layer.config.taylor_dim**0.5
+    return 1 + s + s * s / 2
+
+
 def dense_attention(
     layer, hidden: Tensor, q: Tensor, k: Tensor, v: Tensor, mapped_q: Tensor, mapped_k: Tensor
 ) -> Tensor:
@@ -39,9 +49,7 @@ def dense_attention(
     age, window, sinks = i - j, config.window, config.num_sink_tokens
     exact = (age >= 0) & ((age < window) | (j < sinks)) if window else torch.zeros(T, T, dtype=torch.bool)
     recurrent = (age >= 0) & ~exact
-    linear = (
-        torch.einsum("bihd,bjhd->bhij", mapped_q, mapped_k) * recurrent * log_weights(layer, hidden).exp()
-    )
+    linear = similarities(layer, q, k, mapped_q, mapped_k) * recurrent * log_weights(layer, hidden).exp()
     if config.attention_norm == "group_norm":
         output = torch.einsum("bhij,bjhd->bihd", linear * layer.head_dim**-0.5, v)
         mean, var = output.mean(-1, keepdim=True), output.var(-1, keepdim=True, unbiased=False)

@@ -108,10 +108,9 @@ def test_every_kind_of_layer(
         {"feature_map": "relu_dense", "num_key_value_heads": 4, "num_attention_heads": 4},
         {"feature_map": "hedgehog", "decay": "alibi", "qk_norm": True, "attention_bias": True},
         {"feature_map": "t2r", **DENOMINATOR, "decay": "learned", "decay_shared": True, "head_dim": 10},
-        {"feature_map": "relu", "decay": "gated"},
-        {"feature_map": "hedgehog", **DENOMINATOR, "decay": "gated", "decay_shared": True},
+        {"feature_map": "hedgehog", **DENOMINATOR, "decay": "gated"},
     ],
-    ids=["one-dense-map", "qk-norm", "odd-head-dim", "gated", "gated-shared"],
+    ids=["one-dense-map", "qk-norm", "odd-head-dim", "gated"],
 )
 def test_a_batch_through_several_layers(
     make_model: MakeModel, launches: list[str], fields: dict[str, Any]

@@ -20,6 +20,10 @@ OVERRIDES = [
     ("conversion.window=big", ["conversion.window = 'big'", "a number is needed"]),
     ("conversion.norm=group_norm", ["conversion.window = 64", "set norm to denominator"]),
     ("conversion.rope=after", ["conversion.rope = 'after'", "set rope to before"]),
+    ("conversion.taylor_dim=16", ["conversion.taylor_dim = 16", "set feature_map to taylor"]),
+    ("conversion={feature_map: taylor, taylor_dim: 5}", ["conversion.taylor_dim = 5", "give an even number"]),
+    ("conversion={feature_map: taylor, rope: after}", ["conversion.rope = 'after'", "set rope to before"]),
+    ("conversion.decay=gate", ["conversion.decay = 'gate'", "did you mean `gated`"]),
     ("conversion.num_sink_tokens=-1", ["conversion.num_sink_tokens", "at least 0"]),
     (
         "conversion={feature_map: elu, num_sink_tokens: 1, window: 0}",

@@ -45,12 +45,14 @@ def test_config_needs_no_torch() -> None:
         ("hedgehog", ("before", "denominator", "none")),
         ("t2r", ("before", "denominator", "none")),
         ("elu", ("before", "denominator", "none")),
+        ("taylor", ("before", "denominator", "none")),
     ],
 )
 def test_resolve_fills_the_method_defaults(feature_map: str, expected: tuple[str, str, str]) -> None:
     resolved = Conversion.model_validate({"feature_map": feature_map}).resolve()
     assert (resolved.rope, resolved.norm, resolved.decay) == expected
     assert (resolved.window, resolved.decay_shared, resolved.norm_affine) == (0, False, False)
+    assert resolved.taylor_dim == (16 if feature_map == "taylor" else None)
     assert resolved.resolve() == resolved
 
 

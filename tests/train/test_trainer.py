@@ -73,6 +73,23 @@ def test_the_export_is_the_trained_model_bit_for_bit(
     assert not list(tmp_path.glob("**/*.partial"))
 
 
+def test_taylor_features_and_gates_train_and_gates_are_exported_in_fp32(
+    tiny: ModuleType, tmp_path: Path, text_file: Path
+) -> None:
+    options = {"feature_map": "taylor", "taylor_dim": 4, "decay": "gated", "window": 4}
+    source = tiny.write_model(tmp_path / "converted", dtype=torch.bfloat16, **options)
+    recipe = two_stages(tiny, text_file, conversion=options, dtype="bfloat16")
+    model = load(run_training(recipe, source, tmp_path / "run"))
+    assert model.dtype == torch.bfloat16
+    loaded, original = model.state_dict(), load(source).state_dict()
+    new = [name for name in loaded if is_new_parameter(name)]
+    assert len(new) == 2 * 6
+    assert all(not torch.equal(loaded[name], original[name]) for name in new)
+    for name in (name for name in new if ".decay." in name):
+        gate = loaded[name]
+        assert gate.dtype == torch.float32 and not torch.equal(gate, gate.bfloat16().float()), name
+
+
 def test_kept_adapters_load_with_peft_and_equal_the_merged_model(
     tiny: ModuleType, tmp_path: Path, text_file: Path, model_dir: Path
 ) -> None:

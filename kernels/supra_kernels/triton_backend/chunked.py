@@ -19,10 +19,10 @@ from supra_kernels.triton_backend.launch import Call, Operands
 from supra_kernels.triton_backend.tiles import FIXED, NO_DECAY, PER_TOKEN
 from supra_kernels.triton_backend.tiling import (
     LARGEST_CHUNK,
-    LARGEST_HEAD_DIM,
     chunk_tile,
     largest_fitting_chunk,
     tile,
+    too_wide,
 )
 
 LARGEST_NORM = 128  # columns of a row that is normalised in one piece: more spill, and overflow shared memory
@@ -211,10 +211,9 @@ def _refuse(
     for name, x in {"q": q, "k": k, "v": v, "initial_state": initial_state}.items():
         if x is not None and x.dtype == torch.float64:
             raise BackendError(f"{name} is fp64, but backend 'triton' computes in fp32: {mend}")
-    if max(K, v.shape[-1]) > LARGEST_HEAD_DIM:
-        raise BackendError(
-            f"head dims {K} and {v.shape[-1]}: backend 'triton' takes at most {LARGEST_HEAD_DIM}; {mend}"
-        )
+    reason = too_wide(K, v.shape[-1])
+    if reason is not None:
+        raise BackendError(reason)
     if chunk_size is not None and chunk_size > LARGEST_CHUNK:
         raise BackendError(
             f"chunk_size is {chunk_size}: backend 'triton' takes at most {LARGEST_CHUNK}; leave it None, or {mend}"

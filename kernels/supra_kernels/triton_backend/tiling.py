@@ -34,6 +34,16 @@ class Tiling:
         return {name: getattr(self, name) for name in names}
 
 
+def too_wide(key_dim: int, value_dim: int) -> str | None:
+    """Why heads with so many features and values cannot be computed, or None if they can."""
+    if max(key_dim, value_dim) <= LARGEST_HEAD_DIM:
+        return None
+    return (
+        f"head dims {key_dim} and {value_dim}: backend 'triton' takes at most {LARGEST_HEAD_DIM}; "
+        'use backend="torch"'
+    )
+
+
 def chunk_tile(chunk_size: int) -> int:
     """Tokens of the tile that holds a chunk: a power of two, at least the 16 rows of a tensor core's tile."""
     return max(16, triton.next_power_of_2(chunk_size))
