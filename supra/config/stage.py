@@ -1,13 +1,13 @@
 """One stage of a recipe: what trains, against which loss, for how long."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from supra.config.data import Data
 from supra.config.fields import Count, PositiveCount, Real, Section
-from supra.config.optimizer import Lora, Optimizer
+from supra.config.optimizer import Lora, MlpProjection, Optimizer
 
 _LOSS_OF_OPTION = {"attention_target": "attention", "kl_temperature": "kl", "ce_weight": "kl"}
 
@@ -128,6 +128,9 @@ class Stage(Section):
     def _lora_is_for_adapters(cls, value: Lora | None, info: ValidationInfo) -> Lora | None:
         if value is not None and info.data.get("trainable") in ("new", "all"):
             raise ValueError("used only with trainable: adapters")
+        in_mlp = [] if value is None else [t for t in value.targets if t in get_args(MlpProjection)]
+        if in_mlp and info.data.get("loss") == "attention":
+            raise _in_field("targets", f"attention transfer does not reach {', '.join(in_mlp)}")
         return value
 
 
