@@ -22,9 +22,7 @@ class Optimizer(Section):
     betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.95)
     weight_decay: Annotated[Real, Field(ge=0)] = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    decay_ratio: Annotated[Real, Field(gt=0, le=1)] = (
-        0.2  # of wsd: share of the steps in which the rate falls
-    )
+    decay_ratio: Annotated[Real, Field(gt=0, le=1)] = 0.2  # of wsd: share of steps that fall
     warmup_steps: Annotated[Count, Field(ge=0)] = 0
     min_lr_ratio: Annotated[Real, Field(ge=0, le=1)] = 0.0
     grad_clip: Annotated[Real, Field(gt=0)] | None = 1.0

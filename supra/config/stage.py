@@ -40,9 +40,7 @@ class Stage(Section):
     tokens_per_step: PositiveCount
     total_tokens: PositiveCount
     optimizer: Optimizer
-    ema: Annotated[Real, Field(gt=0, lt=1)] | None = (
-        None  # decay of a moving average that ends the stage; null = none
-    )
+    ema: Annotated[Real, Field(gt=0, lt=1)] | None = None  # decay of a moving average, the stage's result
     lora: Lora | None = None
     checkpoint_every_steps: PositiveCount = 100
     data: Data | None = None  # null = the recipe's
@@ -117,10 +115,8 @@ class Stage(Section):
                 raise _in_field("warmup_steps", f"must end within the stage's {steps} steps")
             falling = value.decay_steps(steps)
             if value.schedule == "wsd" and value.warmup_steps + falling > steps:
-                message = (
-                    f"{value.warmup_steps} warm-up and {falling} falling steps exceed the stage's {steps}"
-                )
-                raise _in_field("decay_ratio", message)
+                both = f"{value.warmup_steps} warm-up and {falling} falling steps"
+                raise _in_field("decay_ratio", f"{both} exceed the stage's {steps}")
         return value
 
     @field_validator("lora")

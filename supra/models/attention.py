@@ -47,9 +47,13 @@ class WindowMix(KeepsFloat32):
         heads = self.weight.shape[0]
         return {"weight": torch.full((heads,), 2.5), "lse_weight": torch.full((heads,), 0.6)}
 
+    def log_ratio(self, lse: Tensor) -> Tensor:
+        """log r [B, T, H] from lse [B, T, H]; finite where r itself is too small for fp32."""
+        return (self.weight - self.lse_weight * lse).clamp(max=MAX_LOG_RATIO)
+
     def forward(self, lse: Tensor) -> Tensor:
         """Weight r [B, T, H] of the linear part from lse [B, T, H]."""
-        return (self.weight - self.lse_weight * lse).clamp(max=MAX_LOG_RATIO).exp()
+        return self.log_ratio(lse).exp()
 
 
 class SupraSoftmaxAttention(Qwen3Attention):
