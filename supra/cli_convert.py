@@ -164,8 +164,8 @@ def convert(
 
     options: dict[str, Any] = {
         "feature_map": feature_map, "taylor_dim": taylor_dim, "rope": rope, "decay": decay,
-        "decay_shared": decay_shared, "norm": norm, "norm_affine": norm_affine, "window": window, "num_sink_tokens": num_sink_tokens,
-        "keep_softmax": keep_softmax,
+        "decay_shared": decay_shared, "norm": norm, "norm_affine": norm_affine, "window": window,
+        "num_sink_tokens": num_sink_tokens, "keep_softmax": keep_softmax,
     }  # fmt: skip
     layer_errors: Any = ()
     if (keep_softmax or "").startswith("auto") and not dry_run:

@@ -1,10 +1,13 @@
 """How a stage's parameters move: AdamW, its schedule, and the adapters it may train."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from supra.config.fields import Count, PositiveCount, Real, Section
+
+AttentionProjection = Literal["q_proj", "k_proj", "v_proj", "o_proj"]
+MlpProjection = Literal["gate_proj", "up_proj", "down_proj"]
 
 
 class Optimizer(Section):
@@ -19,9 +22,7 @@ class Optimizer(Section):
     betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.95)
     weight_decay: Annotated[Real, Field(ge=0)] = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    decay_ratio: Annotated[Real, Field(gt=0, le=1)] = (
-        0.2  # of wsd: share of the steps in which the rate falls
-    )
+    decay_ratio: Annotated[Real, Field(gt=0, le=1)] = 0.2  # of wsd: share of steps that fall
     warmup_steps: Annotated[Count, Field(ge=0)] = 0
     min_lr_ratio: Annotated[Real, Field(ge=0, le=1)] = 0.0
     grad_clip: Annotated[Real, Field(gt=0)] | None = 1.0
@@ -39,11 +40,16 @@ class Optimizer(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters (arXiv 2106.09685) on the linear layers' projections."""
+    """Low-rank adapters (arXiv 2106.09685) on projections of the layers that are linear.
+
+    `dora` splits each weight into direction, which the adapter moves, and magnitude, which trains too (arXiv
+    2402.09353, eq. 5).
+    """
 
     rank: PositiveCount = 8
     alpha: Annotated[Real, Field(gt=0)] = 16.0
     dropout: Annotated[Real, Field(ge=0, lt=1)] = 0.0
-    targets: tuple[Literal["q_proj", "k_proj", "v_proj", "o_proj"], ...] = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj"), min_length=1
+    dora: bool = False
+    targets: tuple[Literal[AttentionProjection, MlpProjection], ...] = Field(
+        default=get_args(AttentionProjection), min_length=1
     )

@@ -14,6 +14,16 @@ from supra.config.fields import Count, Section
 from supra.config.stage import Stage
 
 
+def _refuse_in_shards(stage: Stage) -> None:
+    """ValueError for what reads or writes a sharded weight outside of the block that is gathered."""
+    if stage.loss == "attention_weights":
+        raise ValueError(
+            f"{stage.name}: attention_weights reads projections alone, fsdp2 gathers whole blocks"
+        )
+    if stage.lora is not None and stage.lora.dora:
+        raise ValueError(f"{stage.name}: DoRA needs the norms of whole weights, which fsdp2 has in shards")
+
+
 class Recipe(Section):
     """One documented run; the prose fields say what it does, its source, its cost and what to expect."""
 
@@ -46,12 +56,9 @@ class Recipe(Section):
             raise ValueError(f"two stages share the name {', '.join(repeated)}")
         if late := [stage.name for stage in value[1:] if stage.layerwise]:
             raise ValueError(f"only the first stage can be layerwise, not {', '.join(late)}")
-        if info.data.get("strategy") == "fsdp2" and (
-            bare := [stage.name for stage in value if stage.loss == "attention_weights"]
-        ):
-            raise ValueError(
-                f"{', '.join(bare)}: attention_weights reads projections on their own, and fsdp2 gathers whole blocks"
-            )
+        if info.data.get("strategy") == "fsdp2":
+            for stage in value:
+                _refuse_in_shards(stage)
         return value
 
     def to_yaml(self) -> str:

@@ -1,13 +1,13 @@
 """One stage of a recipe: what trains, against which loss, for how long."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from supra.config.data import Data
 from supra.config.fields import Count, PositiveCount, Real, Section
-from supra.config.optimizer import Lora, Optimizer
+from supra.config.optimizer import Lora, MlpProjection, Optimizer
 
 _LOSS_OF_OPTION = {"attention_target": "attention", "kl_temperature": "kl", "ce_weight": "kl"}
 
@@ -41,9 +41,7 @@ class Stage(Section):
     tokens_per_step: PositiveCount
     total_tokens: PositiveCount
     optimizer: Optimizer
-    ema: Annotated[Real, Field(gt=0, lt=1)] | None = (
-        None  # decay of a moving average that ends the stage; null = none
-    )
+    ema: Annotated[Real, Field(gt=0, lt=1)] | None = None  # decay of a moving average, the stage's result
     lora: Lora | None = None
     checkpoint_every_steps: PositiveCount = 100
     data: Data | None = None  # null = the recipe's
@@ -125,10 +123,8 @@ class Stage(Section):
                 raise _in_field("warmup_steps", f"must end within the stage's {steps} steps")
             falling = value.decay_steps(steps)
             if value.schedule == "wsd" and value.warmup_steps + falling > steps:
-                message = (
-                    f"{value.warmup_steps} warm-up and {falling} falling steps exceed the stage's {steps}"
-                )
-                raise _in_field("decay_ratio", message)
+                both = f"{value.warmup_steps} warm-up and {falling} falling steps"
+                raise _in_field("decay_ratio", f"{both} exceed the stage's {steps}")
         return value
 
     @field_validator("lora")
@@ -136,6 +132,9 @@ class Stage(Section):
     def _lora_is_for_adapters(cls, value: Lora | None, info: ValidationInfo) -> Lora | None:
         if value is not None and info.data.get("trainable") in ("new", "all"):
             raise ValueError("used only with trainable: adapters")
+        in_mlp = [] if value is None else [t for t in value.targets if t in get_args(MlpProjection)]
+        if in_mlp and info.data.get("loss") == "attention":
+            raise _in_field("targets", f"attention transfer does not reach {', '.join(in_mlp)}")
         return value
 
 

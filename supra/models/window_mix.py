@@ -32,6 +32,10 @@ class WindowMix(KeepsFloat32):
         start, lse_start = (-4.0, 1.0) if self.expands_exp else (2.5, 0.6)
         return {"weight": torch.full((heads,), start), "lse_weight": torch.full((heads,), lse_start)}
 
+    def log_ratio(self, lse: Tensor) -> Tensor:
+        """log r [B, T, H] from lse [B, T, H]; finite where r itself is too small for fp32."""
+        return (self.weight - self.lse_weight * lse).clamp(max=MAX_LOG_RATIO)
+
     def forward(self, lse: Tensor) -> Tensor:
         """Weight r [B, T, H] of the linear part from lse [B, T, H]."""
-        return (self.weight - self.lse_weight * lse).clamp(max=MAX_LOG_RATIO).exp()
+        return self.log_ratio(lse).exp()

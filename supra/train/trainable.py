@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import get_args
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -11,6 +12,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from supra.config import Lora, Stage
+from supra.config.optimizer import MlpProjection
 from supra.errors import UserError
 from supra.models import SupraForCausalLM, is_new_parameter
 from supra.train.sharding import assign, is_sharded, whole
@@ -68,6 +70,12 @@ def check_trainable(stage: Stage, student: SupraForCausalLM) -> None:
             f"stages.{stage.name}.loss = {stage.loss}",
             f"with {student.config.attention_norm} the model's attention weights do not sum to 1",
             "Convert it with norm: denominator, or use loss: attention.",
+        )
+    if stage.loss == "attention_weights" and student.config.decay == "gated":
+        raise UserError(
+            f"stages.{stage.name}.loss = {stage.loss}",
+            "a gated decay is made from each token's hidden state, which this loss does not read",
+            "Use loss: attention.",
         )
     names = [name for name, _ in student.named_parameters()]
     if stage.trainable == "adapters":
@@ -133,16 +141,14 @@ def enter_stage(
 
 def adapter_names(lora: Lora, student: SupraForCausalLM) -> list[str]:
     """Names that the adapters' parameters will have in the student."""
-    return [
-        f"{target}.{part}.default.weight"
-        for target in _lora_targets(lora, student)
-        for part in ("lora_A", "lora_B")
-    ]
+    parts = ("lora_A", "lora_B", *(("lora_magnitude_vector",) if lora.dora else ()))
+    return [f"{target}.{part}.default.weight" for target in _lora_targets(lora, student) for part in parts]
 
 
 def _lora_targets(lora: Lora, student: SupraForCausalLM) -> list[str]:
     layers = [i for i, kind in enumerate(student.config.layer_types or []) if kind == "linear_attention"]
-    return [f"model.layers.{i}.self_attn.{target}" for i in layers for target in lora.targets]
+    blocks = {target: "mlp" if target in get_args(MlpProjection) else "self_attn" for target in lora.targets}
+    return [f"model.layers.{i}.{block}.{target}" for i in layers for target, block in blocks.items()]
 
 
 def _add_lora(lora: Lora, student: SupraForCausalLM, seed: int) -> PeftModel:
@@ -151,6 +157,7 @@ def _add_lora(lora: Lora, student: SupraForCausalLM, seed: int) -> PeftModel:
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # annotated int, used as a factor
         lora_dropout=lora.dropout,
+        use_dora=lora.dora,
         target_modules=_lora_targets(lora, student),
         task_type="CAUSAL_LM",
     )

@@ -127,6 +127,17 @@ def test_features_that_are_zero_leave_everything_finite(tiny: ModuleType, batch:
     assert all(gradient.isfinite().all() for gradient in found.values())
 
 
+def test_a_window_so_peaked_that_the_rest_counts_nothing_leaves_everything_finite(
+    tiny: ModuleType, student: SupraForCausalLM, batch: Batch
+) -> None:
+    for layer in student.linear_layers():
+        layer.window_mix.weight.data.fill_(-500.0)  # exp of it is 0 in fp32
+    loss, found = tiny.run_loss(student, batch, loss="attention_weights", trainable="new")
+    assert 100 < loss < 1000
+    assert all(gradient.isfinite().all() for gradient in found.values())
+    assert all(found[name].abs().max() > 0 for name in found if name.endswith("window_mix.weight"))
+
+
 def test_no_matrix_of_all_queries_and_keys_exists(
     tiny: ModuleType, student: SupraForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,10 +160,19 @@ def test_no_matrix_of_all_queries_and_keys_exists(
     assert rows * H * T <= largest[0] < H * T * T / 2
 
 
-def test_a_model_without_normaliser_is_refused(tiny: ModuleType) -> None:
-    student = SupraForCausalLM(tiny.tiny_config(attention_norm="group_norm", window=0))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_norm": "group_norm", "window": 0}, "do not sum to 1"),
+        ({"decay": "gated"}, "a gated decay is made"),
+    ],
+)
+def test_models_whose_weights_it_cannot_read_are_refused(
+    tiny: ModuleType, options: dict[str, Any], message: str
+) -> None:
+    student = SupraForCausalLM(tiny.tiny_config(**options))
     stage = Stage.model_validate(tiny.stage(loss="attention_weights"))
-    with pytest.raises(UserError, match="do not sum to 1"):
+    with pytest.raises(UserError, match=message):
         check_trainable(stage, student)
 
 

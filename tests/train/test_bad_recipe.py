@@ -62,6 +62,12 @@ OVERRIDES = [
     ("stages.0.window_dropout={end: 0}", ["stages.transfer.window_dropout.start", "required"]),
     ("stages.0.window_dropout={start: 1.5}", ["window_dropout.start = 1.5", "at most 1"]),
     ("stages.0.ema=1", ["stages.transfer.ema = 1", "less than 1"]),
+    ("stages.1.lora.targets=[q_proj, gateproj]", ["lora.targets.1", "did you mean `gate_proj`"]),
+    (
+        "stages.1={name: a, trainable: adapters, loss: attention, length: 8, tokens_per_step: 8,"
+        " total_tokens: 8, optimizer: {lr: 1}, lora: {targets: [q_proj, up_proj]}}",
+        ["stages.a.lora.targets", "does not reach up_proj"],
+    ),
     ("stages.0.tokens_per_step=1000", ["stages.transfer.tokens_per_step = 1000", "nearest is 1024"]),
     ("stages.0.total_tokens=10", ["stages.transfer.total_tokens = 10", "less than one step"]),
     ("stages.0.length=2.5", ["stages.transfer.length = 2.5", "whole number"]),

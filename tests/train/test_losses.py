@@ -173,13 +173,14 @@ def test_teacher_shares_every_frozen_tensor(
         assert torch.equal(tiny.forward(teacher, batch).logits, tiny.forward(alone, batch).logits)
 
 
-@pytest.mark.parametrize("trainable", ["new", "adapters", "all"])
+@pytest.mark.parametrize("kind", ["new", "adapters", "dora", "all"])
 def test_teacher_stays_as_it_was_while_the_student_trains(
-    tiny: ModuleType, student: SupraForCausalLM, batch: Batch, trainable: str
+    tiny: ModuleType, student: SupraForCausalLM, batch: Batch, kind: str
 ) -> None:
     teacher = build_teacher(student)
     before = {name: p.clone() for name, p in teacher.named_parameters()}
-    stage = make_stage(tiny, trainable=trainable, loss="kl")
+    given = {"trainable": "adapters", "lora": {"dora": True}} if kind == "dora" else {"trainable": kind}
+    stage = make_stage(tiny, loss="kl", **given)
     entered = enter_stage(stage, student, teacher, seed=0)
     optimizer = build_optimizer(stage.optimizer, entered.parameters)
     loss = StageLoss(stage, student, teacher, Accelerator(cpu=True))
@@ -193,7 +194,7 @@ def test_teacher_stays_as_it_was_while_the_student_trains(
         assert torch.equal(parameter, before[name]), name
     changed = {n for n, p in student.named_parameters() if n in before and not torch.equal(p, before[n])}
     projections = {n for n in before if n.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "o_proj")}
-    expected = {"new": set(), "adapters": projections, "all": set(before)}[trainable]
+    expected = {"new": set(), "all": set(before)}.get(kind, projections)
     assert changed == expected | {"model.norm.weight"}
 
 

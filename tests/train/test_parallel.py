@@ -34,13 +34,16 @@ class Alone:
 
 @pytest.fixture
 def recipe(tiny: ModuleType, text_file: Path, tmp_path: Path) -> Path:
-    """Three micro-batches a step, so that two processes have unequal shares, and dropout in the second stage."""
+    """Three micro-batches a step, so that two processes have unequal shares, and dropout in both stages."""
     uneven = {"tokens_per_step": 96, "total_tokens": 384}
     adapt = tiny.stage(
-        name="adapt", trainable="adapters", loss="ce", lora={"rank": 2, "dropout": 0.2}, **uneven
+        name="adapt", trainable="adapters", loss="ce", lora={"rank": 2, "dropout": 0.2}, ema=0.7, **uneven
     )
+    dropped = {"start": 1.0, "end": 0.3}  # in the first step no window is used, in the others some are
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(tiny.raw_recipe(text_file, tiny.stage(**uneven), adapt)))
+    path.write_text(
+        yaml.safe_dump(tiny.raw_recipe(text_file, tiny.stage(window_dropout=dropped, **uneven), adapt))
+    )
     return path
 
 

@@ -25,28 +25,33 @@ SAME_THREADS = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
 def three_stages(tiny: ModuleType, text: Path, **changes: Any) -> Recipe:
-    """All kinds of stage and a mixture; LoRA has dropout, so that random numbers matter too."""
+    """All that has random numbers or a state of its own, in all kinds of stage, and a mixture."""
     parts = [{"train": [str(text)], "weight": 2}, {"train": [str(text)], "weight": 1, "unwrap": True}]
     optimizer = {"lr": 1e-2, "warmup_steps": 1, "weight_decay": 0.01}
+    average = {"ema": 0.8, "optimizer": {**optimizer, "schedule": "wsd", "decay_ratio": 0.4}}
     return Recipe.model_validate(
         tiny.raw_recipe(
             text,
-            tiny.stage(total_tokens=320),
+            tiny.stage(total_tokens=320, window_dropout={"start": 0.8, "end": 0.2}),
             tiny.stage(
                 name="distill",
                 trainable="adapters",
                 loss="kl",
-                lora={"rank": 2, "dropout": 0.2},
+                ce_weight=0.3,
+                lora={"rank": 2, "dropout": 0.2, "dora": True},
+                freeze=["*.k_proj.*"],
                 total_tokens=320,
-                optimizer=optimizer,
+                **average,
             ),
             tiny.stage(
                 name="tune",
                 trainable="all",
                 loss="kl",
                 total_tokens=320,
-                optimizer=optimizer,
+                activation_checkpointing=True,
+                freeze=["*.layers.0.mlp.*"],
                 data={"mixture": parts},
+                **average,
             ),
             **changes,
         )

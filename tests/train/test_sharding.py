@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,23 @@ def test_one_process_has_nobody_to_share_with(tiny: ModuleType, text_file: Path)
     recipe = Recipe.model_validate(tiny.raw_recipe(text_file, strategy="fsdp2"))
     with pytest.raises(UserError, match="strategy fsdp2: one process has nobody to share the model with"):
         make_accelerator(recipe)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"loss": "attention_weights"},
+        {"trainable": "adapters", "loss": "kl", "lora": {"rank": 2, "dora": True}},
+    ],
+    ids=["attention_weights", "dora"],
+)
+def test_what_needs_whole_weights_is_refused(
+    tiny: ModuleType, text_file: Path, stage: dict[str, Any]
+) -> None:
+    raw = tiny.raw_recipe(text_file, tiny.stage(**stage), strategy="fsdp2")
+    with pytest.raises(ValueError, match="transfer: .* fsdp2"):
+        Recipe.model_validate(raw)
+    Recipe.model_validate(raw | {"strategy": "ddp"})
 
 
 def test_the_norm_is_that_of_all_gradients_together() -> None:

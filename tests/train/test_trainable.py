@@ -84,10 +84,11 @@ def test_a_pattern_that_chooses_nothing_is_an_error(
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("dora", [False, True])
 def test_the_names_of_adapters_are_known_before_they_exist(
-    tiny: ModuleType, student: SupraForCausalLM
+    tiny: ModuleType, student: SupraForCausalLM, dora: bool
 ) -> None:
-    lora = Lora(targets=("q_proj", "o_proj"))
+    lora = Lora(targets=("q_proj", "o_proj", "gate_proj", "down_proj"), dora=dora)
     foreseen = adapter_names(lora, student)
     stage = make_stage(tiny, trainable="adapters", train_new=False, lora=lora.model_dump())
     assert sorted(foreseen) == sorted(enter_stage(stage, student, None, seed=0).parameters)

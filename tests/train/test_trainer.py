@@ -90,11 +90,25 @@ def test_taylor_features_and_gates_train_and_gates_are_exported_in_fp32(
         assert gate.dtype == torch.float32 and not torch.equal(gate, gate.bfloat16().float()), name
 
 
+@pytest.mark.parametrize(
+    "lora",
+    [{}, {"rank": 2, "dora": True, "targets": ["q_proj", "up_proj", "down_proj"]}],
+    ids=["lora", "dora"],
+)
 def test_kept_adapters_load_with_peft_and_equal_the_merged_model(
-    tiny: ModuleType, tmp_path: Path, text_file: Path, model_dir: Path
+    tiny: ModuleType, tmp_path: Path, text_file: Path, model_dir: Path, lora: dict[str, Any]
 ) -> None:
-    kept = run_training(two_stages(tiny, text_file, adapters="keep"), model_dir, tmp_path / "kept")
-    merged = run_training(two_stages(tiny, text_file), model_dir, tmp_path / "merged")
+    stage = tiny.stage(name="distill", trainable="adapters", loss="kl", lora=lora)
+    kept, merged = (
+        run_training(
+            Recipe.model_validate(tiny.raw_recipe(text_file, tiny.stage(), stage, adapters=adapters)),
+            model_dir,
+            tmp_path / adapters,
+        )
+        for adapters in ("keep", "merge")
+    )
+    with safe_open(kept / "adapter" / "adapter_model.safetensors", "pt") as file:
+        assert any("lora_magnitude_vector" in name for name in file.keys()) == lora.get("dora", False)  # noqa: SIM118
     base = load(kept)
     ids = torch.arange(20).unsqueeze(0)
     with torch.no_grad():
@@ -125,6 +139,33 @@ def test_training_lowers_every_loss(
         losses = [row["loss"] for row in rows if row["stage"] == stage]
         assert sum(losses[-3:]) < 0.95 * sum(losses[:3]), stage
     assert all(row["grad_norm"] > 0 for row in rows)
+
+
+def test_a_recipe_without_newer_fields_trains_as_it_did_before_they_existed(
+    tiny: ModuleType, tmp_path: Path, text_file: Path, model_dir: Path
+) -> None:
+    """Losses of a run by the version that had only these fields."""
+    optimizer = {"lr": 1e-2, "warmup_steps": 1, "weight_decay": 0.01}
+    stages = [
+        tiny.stage(),
+        tiny.stage(name="before", attention_target="before_o_proj"),
+        tiny.stage(
+            name="distill", trainable="adapters", loss="kl", kl_temperature=2.0,
+            lora={"rank": 2, "dropout": 0.2}, optimizer=optimizer,
+        ),
+        tiny.stage(name="tune", trainable="all", loss="ce", optimizer={**optimizer, "schedule": "linear"}),
+    ]  # fmt: skip
+    run_training(Recipe.model_validate(tiny.raw_recipe(text_file, *stages)), model_dir, tmp_path / "run")
+    assert [row["loss"] for row in read_metrics(tmp_path / "run")] == pytest.approx(
+        [
+            *(0.01086035, 0.00708584, 0.00788995, 0.00663787),
+            *(0.00510559, 0.00632541, 0.00435729, 0.00471522),
+            *(4.9419e-05, 0.00572700, 0.00480925, 0.00405317),
+            *(6.12381935, 6.17900896, 5.17208099, 4.59225893),
+        ],
+        rel=1e-3,
+        abs=1e-6,
+    )
 
 
 def test_bfloat16_keeps_master_weights_in_fp32(

@@ -27,7 +27,7 @@ _SMALLEST_WEIGHT = 1e-12  # added to φ(q)·φ(k), which may be 0, for its logar
 
 
 def attention_weights_loss(context: LossContext, batch: Batch, targets: Targets) -> Tensor:
-    """Cross-entropy −Σ_j p_ij log a_ij, the mean over queries i, heads and linear layers (2402.04347, section 4.2).
+    """Cross-entropy −Σ_j p_ij log a_ij, the mean over queries i, heads and linear layers (Hedgehog, 2402.04347).
 
     p are the teacher's softmax weights and a the linear layer's on the same hidden states. In a window hybrid a are
     the weights of the whole: softmax over window and sinks and φ(q)·φ(k) beyond, under their shared normaliser.
@@ -155,7 +155,7 @@ def _log_weights(
         return (log_linear - denominator.log()).masked_fill(~visible, 0.0)
     scores = (_products(q, k) * layer.head_dim**-0.5).masked_fill(~exact, -torch.inf)
     lse = scores.logsumexp(-1)
-    log_ratio = layer.window_mix(lse.transpose(1, 2)).transpose(1, 2).unsqueeze(-1).log()
+    log_ratio = layer.window_mix.log_ratio(lse.transpose(1, 2)).transpose(1, 2).unsqueeze(-1)
     log_softmax = scores.masked_fill(~exact, 0.0) - lse.unsqueeze(-1)
     log_all = torch.log1p(log_ratio.exp() * denominator)
     return (torch.where(exact, log_softmax, log_ratio + log_linear) - log_all).masked_fill(~visible, 0.0)

@@ -17,7 +17,7 @@ def hidden_loss(context: LossContext, batch: Batch, targets: Targets) -> Tensor:
 
     RADLADS' first step (2505.03005) gives each attention block the teacher's hidden states, as the loss `attention`
     does; here a layer gets what the student's own layers before it made, and learns to make up for their errors. Each
-    token weighs alike: the first of a sequence has hidden states so large that they would drown all others.
+    token weighs alike: a sequence's first has hidden states so large (2402.17762) that they would drown all others.
     """
     assert context.teacher is not None
     wanted: list[Tensor] = []
@@ -26,7 +26,7 @@ def hidden_loss(context: LossContext, batch: Batch, targets: Targets) -> Tensor:
     errors: list[Tensor] = []
 
     def compare(output: Tensor) -> None:
-        target = wanted[len(errors)].float()
+        target = wanted.pop(0).float()
         power = target.square().sum(-1).clamp_min(1e-12)
         errors.append(((output.float() - target).square().sum(-1) / power).sum())
 
