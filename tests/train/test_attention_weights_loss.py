@@ -82,7 +82,8 @@ def layer_weights(layer: Any, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> Te
     q, k, v = layer.project(hidden)
     q, k, mapped_q, mapped_k = layer.map_features(q, k, rope)
     unit = torch.eye(T, v.shape[-1])[None, :, None].expand_as(v)
-    mixed = layer._attend(q, k, unit, mapped_q, mapped_k, None, None, T)
+    log_decay = layer.decay(hidden) if hasattr(layer, "decay") else None
+    mixed = layer._attend(q, k, unit, mapped_q, mapped_k, log_decay, None, None, T)
     return mixed[..., :T].transpose(1, 2)
 
 

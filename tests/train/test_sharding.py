@@ -131,7 +131,7 @@ def test_what_needs_whole_weights_is_refused(
     tiny: ModuleType, text_file: Path, stage: dict[str, Any]
 ) -> None:
     raw = tiny.raw_recipe(text_file, tiny.stage(**stage), strategy="fsdp2")
-    with pytest.raises(ValueError, match="transfer: .* fsdp2"):
+    with pytest.raises(ValueError, match=r"transfer: .* fsdp2"):
         Recipe.model_validate(raw)
     Recipe.model_validate(raw | {"strategy": "ddp"})
 
