@@ -11,7 +11,7 @@ from math import lcm
 import numpy as np
 
 from supra.train.data import Batch, PackedData, collate, derived_seed
-from supra.train.tokens import TokenStore
+from supra.train.token_store import TokenStore
 
 
 @dataclass(frozen=True)
