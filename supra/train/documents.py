@@ -149,7 +149,7 @@ def _read_parquet(source: Source, data: Data, option: str, first: int) -> _Named
 def _read_dataset(source: Source, data: Data, option: str, first: int) -> _NamedRows:
     import datasets
 
-    lazily = data.max_tokens is not None
+    lazily = data.streaming or data.max_tokens is not None
     try:
         if source.kind == "saved_dataset":
             rows: Any = datasets.load_from_disk(source.where)

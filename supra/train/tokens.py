@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from supra.train.sources import Source, find_sources
 from supra.train.token_store import TokenStore, TokenWriter, cache_folder, open_tokens, write_tokens
 
 _FORMAT = 1  # part of the cache key: raise it when the file's meaning changes
+_MEBIBYTE = 1 << 20
 
 
 def load_tokens(
@@ -86,14 +88,17 @@ def text_key(sources: list[Source], data: Data, tokenizer: Any) -> str:
     options = data.model_dump(include={"text_field", "split", "unwrap", "max_tokens"})
     # Left out where they are not set, so that caches made before they existed are still found.
     options |= data.model_dump(include={"min_document_tokens", "messages_field"}, exclude_none=True)
+    if data.streaming:
+        options["streaming"] = True
     if data.messages_field is not None:
         options["chat_template"] = chat_template(tokenizer)
     parts = [_FORMAT, hashlib.sha256(vocabulary.encode()).hexdigest(), tokenizer.eos_token_id, options]
-    parts += [[source.kind, _fingerprint(source)] for source in sources]
+    parts += [[source.kind, _fingerprint(source, whole=not data.streaming)] for source in sources]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _fingerprint(source: Source) -> str:
+def _fingerprint(source: Source, *, whole: bool) -> str:
+    """Hash of a source's bytes, or, where it is too large to be read at once, of its size, first and last MiB."""
     if source.kind == "dataset":
         return source.where
     path = Path(source.where)
@@ -102,6 +107,10 @@ def _fingerprint(source: Source) -> str:
     for file in files:
         try:
             with open(file, "rb") as stream:
+                if not whole:
+                    size = os.fstat(stream.fileno()).st_size
+                    digest.update(f"{size}".encode() + stream.read(_MEBIBYTE))
+                    stream.seek(max(0, size - _MEBIBYTE))
                 while block := stream.read(1 << 22):
                     digest.update(block)
         except OSError as error:

@@ -63,6 +63,7 @@ OVERRIDES = [
     ("data={heldout: [a.txt]}", ["data.train: must hold at least 1", "mixture"]),
     ("data.messages_field=messages", ["data.messages_field = 'messages'", "format: text"]),
     ("data={train: [a], unwrap: true, messages_field: m}", ["data.messages_field", "plain text"]),
+    ("data.streaming=true", ["data.streaming = True", "leave out max_tokens"]),
     ("data.min_document_tokens=0", ["data.min_document_tokens = 0", "greater than 0"]),
     ("data.min_document_tokens=3e6", ["data.min_document_tokens", "more than max_tokens = 2000000"]),
     ("seed=-3", ["seed = -3", "at least 0"]),

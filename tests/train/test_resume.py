@@ -25,7 +25,7 @@ SAME_THREADS = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 def three_stages(tiny: ModuleType, text: Path, **changes: Any) -> Recipe:
     """All kinds of stage and a mixture; LoRA has dropout, so that random numbers matter too."""
-    parts = [{"train": [str(text)], "weight": 2}, {"train": [str(text)], "weight": 1, "unwrap": True}]
+    parts = [{"train": [str(text)], "weight": 2}, {"train": [str(text)], "weight": 1, "streaming": True}]
     optimizer = {"lr": 1e-2, "warmup_steps": 1, "weight_decay": 0.01}
     return Recipe.model_validate(
         tiny.raw_recipe(
