@@ -36,14 +36,16 @@ class Mixture:
 class MixedData:
     """The sequences of one stage; each component runs through epochs and orders of its own.
 
+    `makes_shards`: whether this process is the one of its machine that makes the shards of streamed components.
+
     Raises:
         UserError: a component has fewer tokens than one sequence holds, or a streamed one cannot be read.
     """
 
-    def __init__(self, mixture: Mixture, *, length: int, seed: int) -> None:
+    def __init__(self, mixture: Mixture, *, length: int, seed: int, makes_shards: bool = True) -> None:
         self.mixture, self.shares = mixture, mixture.shares
         self.parts = [
-            _sequences(store, length, derived_seed(seed, index) if index else seed)
+            _sequences(store, length, derived_seed(seed, index) if index else seed, makes_shards)
             for index, store in enumerate(mixture.stores)
         ]
 
@@ -68,9 +70,11 @@ class MixedData:
         )
 
 
-def _sequences(store: TokenStore | TokenStream, length: int, seed: int) -> PackedData | StreamedData:
+def _sequences(
+    store: TokenStore | TokenStream, length: int, seed: int, makes_shards: bool
+) -> PackedData | StreamedData:
     if isinstance(store, TokenStream):
-        return StreamedData(store, length=length, seed=seed)
+        return StreamedData(store, length=length, seed=seed, makes_shards=makes_shards)
     return PackedData(store, length=length, seed=seed)
 
 

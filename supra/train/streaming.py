@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ from supra.train.token_store import TokenStore, TokenWriter, cache_folder, open_
 from supra.train.tokens import no_text, text_key
 
 SHARD_TOKENS = 1 << 23
+_POLL_SECONDS = 0.05
 NEIGHBOURS = (
     3  # shards kept on either side of the one that is read: 7 in all, 4 bytes a token at most (5 of chats)
 )
@@ -67,13 +69,16 @@ class Shard:
 class StreamedData:
     """The sequences that one stream gives to a stage: the tokens of its shards in order, cut every `length`.
 
+    Of the processes of one machine one has `makes_shards`, whose reader is then always where the next shard begins;
+    the others wait for what it makes.
+
     Raises:
         UserError: the sources cannot be read or hold no text.
         SupraError: the cache cannot be written, or the text changed while it was read.
     """
 
-    def __init__(self, stream: TokenStream, *, length: int, seed: int) -> None:
-        self.stream, self.length, self.seed = stream, length, seed
+    def __init__(self, stream: TokenStream, *, length: int, seed: int, makes_shards: bool = True) -> None:
+        self.stream, self.length, self.seed, self.makes_shards = stream, length, seed, makes_shards
         self.folder = cache_folder() / "streams" / f"{stream.key}-{seed:016x}"
         self._shards: list[Shard] = []  # all up to the furthest that was asked for
         self._open: dict[int, TokenStore] = {}
@@ -108,6 +113,9 @@ class StreamedData:
         while not self._shards or position >= self._shards[-1].stop:
             index = len(self._shards)
             shard = self._known(index)
+            while shard is None and not self.makes_shards:
+                time.sleep(_POLL_SECONDS)  # the launcher ends this process too if the one that makes it fails
+                shard = self._known(index)
             if shard is None:
                 with self._alone():
                     shard = self._known(index) or self._make(index)

@@ -101,7 +101,14 @@ def prepare(recipe: Recipe, model_dir: Path, reporter: Reporter) -> Prepared:
         mixture = Mixture(tuple(loaded_texts[part] for part in data.components()), data.shares())
         check_length(stage, mixture)
         with accelerator.main_process_first():
-            texts.append(MixedData(mixture, length=stage.length, seed=derived_seed(recipe.seed, index)))
+            texts.append(
+                MixedData(
+                    mixture,
+                    length=stage.length,
+                    seed=derived_seed(recipe.seed, index),
+                    makes_shards=accelerator.is_local_main_process,
+                )
+            )
     return Prepared(recipe, model_dir, loaded.model, accelerator, precision, loaded.backend, texts)
 
 

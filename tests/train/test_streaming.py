@@ -220,8 +220,29 @@ class Halting:
         return self.tokenizer(batch, **options)
 
 
-def _read_all(data: Data, tokenizer: Any, numbers: range, results: Any) -> None:
-    results.put(read(StreamedData(TokenStream(data, tokenizer), length=LENGTH, seed=5), *numbers))
+def _read_all(data: Data, tokenizer: Any, numbers: range, results: Any, makes_shards: bool = True) -> None:
+    stream = TokenStream(data, tokenizer)
+    results.put(read(StreamedData(stream, length=LENGTH, seed=5, makes_shards=makes_shards), *numbers))
+
+
+def test_one_process_makes_the_shards_and_others_wait(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, tokenizer = write(tmp_path / "text", "jsonl", texts(300)), tiny.make_tokenizer()
+    context = multiprocessing.get_context("fork")
+    halted, results = context.Event(), context.Queue()
+    monkeypatch.setattr(
+        streaming, "NEIGHBOURS", 1000
+    )  # else the one that waits may have to make what was dropped
+    silent = Halting(tokenizer, halted)
+    silent.batches = 2  # halts as soon as it is used
+    arguments = (Data(train=(spec,), streaming=True), silent, range(60), results, False)
+    child = context.Process(target=_read_all, args=arguments)
+    child.start()
+    wanted = read(stream_of(tiny, spec), *range(60))
+    assert results.get(timeout=60) == wanted
+    child.join()
+    assert not halted.is_set()
 
 
 def test_kill_9_in_a_shard_and_two_processes_at_once(
