@@ -90,7 +90,7 @@ def prepare(recipe: Recipe, model_dir: Path, reporter: Reporter) -> Prepared:
         with accelerator.main_process_first():  # the others find the cache it wrote
             loaded_texts[part] = _load_text(part, loaded.tokenizer, reporter)
         text = loaded_texts[part]
-        ids = len(loaded.tokenizer) if isinstance(text, TokenStream) else text.tokens.max() + 1
+        ids = len(loaded.tokenizer) if isinstance(text, TokenStream) else int(text.tokens.max()) + 1
         if ids > loaded.model.config.vocab_size:
             raise UserError(
                 str(model_dir), "its tokenizer has more tokens than the model", "Convert it again."

@@ -34,10 +34,16 @@ class Alone:
 
 @pytest.fixture
 def recipe(tiny: ModuleType, text_file: Path, tmp_path: Path) -> Path:
-    """Three micro-batches a step, so that two processes have unequal shares, and dropout in the second stage."""
+    """Three micro-batches a step, so that two processes have unequal shares; then dropout and a stream."""
     uneven = {"tokens_per_step": 96, "total_tokens": 384}
+    streamed = {"train": [str(text_file)], "streaming": True}
     adapt = tiny.stage(
-        name="adapt", trainable="adapters", loss="ce", lora={"rank": 2, "dropout": 0.2}, **uneven
+        name="adapt",
+        trainable="adapters",
+        loss="ce",
+        lora={"rank": 2, "dropout": 0.2},
+        data=streamed,
+        **uneven,
     )
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(tiny.raw_recipe(text_file, tiny.stage(**uneven), adapt)))
@@ -51,7 +57,8 @@ def train(
     command = [sys.executable, *(launcher if processes > 1 else []), "-m", "supra", "train", str(recipe)]
     return subprocess.run(
         [*command, "--model", str(model), "-o", str(run), *more],
-        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=400,
+        capture_output=True, text=True, timeout=400,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "SUPRA_CACHE": f"{run}-cache"},
     )  # fmt: skip
 
 
