@@ -25,6 +25,7 @@ class Reading(Section):
     )
     max_tokens: PositiveCount | None = None  # stop reading after so many; a hub dataset is then streamed
     min_document_tokens: PositiveCount | None = None  # shorter documents are left out
+    streaming: bool = False  # read and tokenised while training goes on, not all before
 
     @field_validator("messages_field")
     @classmethod
@@ -33,6 +34,13 @@ class Reading(Section):
             raise ValueError("format: text has no rows of messages")
         if value is not None and info.data.get("unwrap"):
             raise ValueError("unwrap joins lines of plain text: set one of the two")
+        return value
+
+    @field_validator("streaming")
+    @classmethod
+    def _a_stream_has_no_end(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("max_tokens") is not None:
+            raise ValueError("it reads as much as the stage needs: leave out max_tokens")
         return value
 
     @field_validator("min_document_tokens")

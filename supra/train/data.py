@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from supra.errors import UserError
-from supra.train.tokens import TokenStore
+from supra.train.token_store import TokenStore
 
 IGNORED = -100  # label of a position that predicts nothing, as in torch's cross-entropy
 

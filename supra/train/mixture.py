@@ -11,14 +11,15 @@ from math import lcm
 import numpy as np
 
 from supra.train.data import Batch, PackedData, collate, derived_seed
-from supra.train.tokens import TokenStore
+from supra.train.streaming import StreamedData, TokenStream
+from supra.train.token_store import TokenStore
 
 
 @dataclass(frozen=True)
 class Mixture:
     """The tokens of each component, and the components' shares as whole numbers without a common divisor."""
 
-    stores: tuple[TokenStore, ...]
+    stores: tuple[TokenStore | TokenStream, ...]
     shares: tuple[int, ...]
 
     @property
@@ -26,21 +27,25 @@ class Mixture:
         return "+".join(store.key for store in self.stores)
 
     @property
-    def num_tokens(self) -> int:
-        return sum(len(store.tokens) for store in self.stores)
+    def num_tokens(self) -> int | None:
+        """None where a component is streamed: nobody has counted it."""
+        counts = [len(store.tokens) for store in self.stores if isinstance(store, TokenStore)]
+        return sum(counts) if len(counts) == len(self.stores) else None
 
 
 class MixedData:
     """The sequences of one stage; each component runs through epochs and orders of its own.
 
+    `makes_shards`: whether this process is the one of its machine that makes the shards of streamed components.
+
     Raises:
-        UserError: a component has fewer tokens than one sequence holds.
+        UserError: a component has fewer tokens than one sequence holds, or a streamed one cannot be read.
     """
 
-    def __init__(self, mixture: Mixture, *, length: int, seed: int) -> None:
-        self.shares = mixture.shares
+    def __init__(self, mixture: Mixture, *, length: int, seed: int, makes_shards: bool = True) -> None:
+        self.mixture, self.shares = mixture, mixture.shares
         self.parts = [
-            PackedData(store, length=length, seed=derived_seed(seed, index) if index else seed)
+            _sequences(store, length, derived_seed(seed, index) if index else seed, makes_shards)
             for index, store in enumerate(mixture.stores)
         ]
 
@@ -55,12 +60,22 @@ class MixedData:
             rows.append((component, self.parts[component].sequence(nth)))
         return collate(rows)
 
-    def epochs(self, num_sequences: int) -> tuple[float, ...]:
-        """How often each component is gone through in so many sequences."""
+    def epochs(self, num_sequences: int) -> tuple[float | None, ...]:
+        """How often each component is gone through in so many sequences; None of those that are streamed."""
         return tuple(
             num_sequences * share / sum(self.shares) / part.num_sequences
+            if isinstance(part, PackedData)
+            else None
             for share, part in zip(self.shares, self.parts, strict=True)
         )
+
+
+def _sequences(
+    store: TokenStore | TokenStream, length: int, seed: int, makes_shards: bool
+) -> PackedData | StreamedData:
+    if isinstance(store, TokenStream):
+        return StreamedData(store, length=length, seed=seed, makes_shards=makes_shards)
+    return PackedData(store, length=length, seed=seed)
 
 
 @lru_cache(maxsize=4)

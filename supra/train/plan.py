@@ -26,7 +26,7 @@ _MOMENTS = 2  # AdamW's, per trained weight
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage; `epochs` has one entry for each component of its data, `seconds` is None where not probed."""
+    """One stage; `epochs`: of each component of its data, None where streamed; `seconds`: None where not probed."""
 
     name: str
     trainable: str
@@ -35,8 +35,8 @@ class StagePlan:
     length: int
     steps: int
     tokens: int
-    data_tokens: int
-    epochs: tuple[float, ...]
+    data_tokens: int | None
+    epochs: tuple[float | None, ...]
     checkpoint_bytes: int
     seconds: float | None
 
@@ -74,7 +74,7 @@ class TrainingPlan:
                 str(stage.length),
                 f"{stage.steps:,}",
                 f"{stage.tokens:,}",
-                " / ".join(f"{epochs:.2f}" for epochs in stage.epochs),
+                " / ".join("streamed" if epochs is None else f"{epochs:.2f}" for epochs in stage.epochs),
                 _duration(stage.seconds),
             )
         measured = f", probe took {_size(self.measured_peak_bytes)}" if self.measured_peak_bytes else ""
@@ -128,7 +128,7 @@ def dry_run(
                 length=stage.length,
                 steps=stage.num_steps,
                 tokens=stage.num_steps * stage.tokens_per_step,
-                data_tokens=prepared.texts[index].num_tokens,
+                data_tokens=prepared.texts[index].mixture.num_tokens,
                 epochs=runner.data.epochs(stage.num_steps * stage.sequences_per_step),
                 checkpoint_bytes=num_bytes * copies,
                 seconds=seconds,

@@ -17,7 +17,7 @@ from supra.train import checkpoint
 from supra.train.data import Batch, derived_seed
 from supra.train.ema import MovingAverage
 from supra.train.losses import NOTHING, StageLoss
-from supra.train.mixture import MixedData, Mixture
+from supra.train.mixture import MixedData
 from supra.train.optim import build_optimizer, lr_multiplier, set_lr
 from supra.train.parallel import Processes
 from supra.train.sharding import assign, clip_grad_norm, is_sharded, whole_on_cpu
@@ -53,11 +53,7 @@ def metrics_row(
 
 
 class StageRunner:
-    """Holds what trains, the optimiser and the data of stage number `index`.
-
-    Raises:
-        UserError: the data is too short.
-    """
+    """Holds what trains, the optimiser and the data of stage number `index`."""
 
     def __init__(
         self,
@@ -66,11 +62,11 @@ class StageRunner:
         student: SupraForCausalLM,
         teacher: SupraForCausalLM | None,
         accelerator: Accelerator,
-        text: Mixture,
+        data: MixedData,
     ) -> None:
         self.recipe, self.index, self.stage = recipe, index, recipe.stages[index]
         self.student, self.accelerator, self.processes = student, accelerator, Processes(accelerator)
-        self.data = MixedData(text, length=self.stage.length, seed=derived_seed(recipe.seed, index))
+        self.data = data
         self.trainable = enter_stage(self.stage, student, teacher, derived_seed(recipe.seed, index, 1))
         self.optimizer = accelerator.prepare(build_optimizer(self.stage.optimizer, self.trainable.parameters))
         self.sharded = is_sharded(student)

@@ -3,7 +3,8 @@
 Notable:
 - the state after a step is a pure function of the state before it and the step's number: batches, dropout and
   rates come from (seed, stage, step), so a resumed run equals the uninterrupted one bit for bit;
-- everything is checked and the text tokenised before the run folder is made: bad input leaves nothing behind.
+- everything is checked and the text tokenised (of a streamed one, the first shard) before the run folder is made:
+  bad input leaves nothing behind.
 """
 
 import statistics
@@ -17,23 +18,26 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor
 
-from supra.config import Conversion, Data, Recipe
+from supra.config import Conversion, Data, Recipe, Stage
 from supra.console import speaks
 from supra.errors import SupraError, UserError
 from supra.loading import load_model, load_outline
 from supra.models import SupraConfig, SupraForCausalLM
 from supra.train import checkpoint
 from supra.train.checkpoint import Checkpoint, Position
+from supra.train.data import derived_seed
 from supra.train.export import export_model
 from supra.train.layerwise import transfer_layerwise
-from supra.train.mixture import Mixture
+from supra.train.mixture import MixedData, Mixture
 from supra.train.parallel import Processes
 from supra.train.precision import Precision, make_accelerator
 from supra.train.run_folder import check_new_or_resumed, open_run
 from supra.train.sharding import load_sharded, num_sharded_units, whole_on_cpu
 from supra.train.stage import StageRunner, StepResult, changed_tensors, metrics_row, put_tensors
+from supra.train.streaming import TokenStream
 from supra.train.teacher import build_teacher, without_adapters
-from supra.train.tokens import TokenStore, load_tokens
+from supra.train.token_store import TokenStore
+from supra.train.tokens import load_tokens
 from supra.train.tracking import Metrics, Reporter, read_metrics
 from supra.train.trainable import check_trainable
 
@@ -50,7 +54,7 @@ class Prepared:
     accelerator: Accelerator
     precision: Precision
     backend: str
-    texts: list[Mixture]  # one a stage
+    texts: list[MixedData]  # one a stage
 
     @property
     def processes(self) -> Processes:
@@ -75,7 +79,9 @@ class Prepared:
 
     @property
     def data_keys(self) -> dict[str, str]:
-        return {stage.name: text.key for stage, text in zip(self.recipe.stages, self.texts, strict=True)}
+        return {
+            stage.name: text.mixture.key for stage, text in zip(self.recipe.stages, self.texts, strict=True)
+        }
 
     def training_facts(self, run_dir: Path) -> dict[str, Any]:
         """What the exported model's card and `supra.json` say of the training."""
@@ -134,26 +140,49 @@ def prepare(recipe: Recipe, model_dir: Path, reporter: Reporter) -> Prepared:
         raise UserError(str(model_dir), "it is not a converted model", "Run `supra convert` first.")
     check_conversion(recipe.conversion, loaded.model.config)
     datas = [stage.data or recipe.data for stage in recipe.stages]
-    stores: dict[Data, TokenStore] = {}
+    loaded_texts: dict[Data, TokenStore | TokenStream] = {}
     for part in dict.fromkeys(part for data in datas for part in data.components()):
         with accelerator.main_process_first():  # the others find the cache it wrote
-            stores[part] = load_tokens(part, loaded.tokenizer, report=reporter.say)
-        if stores[part].tokens.max() >= loaded.model.config.vocab_size:
+            loaded_texts[part] = _load_text(part, loaded.tokenizer, reporter)
+        text = loaded_texts[part]
+        ids = len(loaded.tokenizer) if isinstance(text, TokenStream) else int(text.tokens.max()) + 1
+        if ids > loaded.model.config.vocab_size:
             raise UserError(
                 str(model_dir), "its tokenizer has more tokens than the model", "Convert it again."
             )
-    texts = [Mixture(tuple(stores[part] for part in data.components()), data.shares()) for data in datas]
-    for stage, text in zip(recipe.stages, texts, strict=True):
+    texts: list[MixedData] = []
+    for index, (stage, data) in enumerate(zip(recipe.stages, datas, strict=True)):
         check_trainable(stage, loaded.model)
-        for number, store in enumerate(text.stores):
-            if len(store.tokens) < stage.length:
-                which = f"component {number} of the mixture" if len(text.stores) > 1 else "the text"
-                raise UserError(
-                    f"stages.{stage.name}.length = {stage.length}",
-                    f"{which} has {len(store.tokens)} tokens, less than one sequence",
-                    "Add text or lower the length.",
+        mixture = Mixture(tuple(loaded_texts[part] for part in data.components()), data.shares())
+        check_length(stage, mixture)
+        with accelerator.main_process_first():
+            texts.append(
+                MixedData(
+                    mixture,
+                    length=stage.length,
+                    seed=derived_seed(recipe.seed, index),
+                    makes_shards=accelerator.is_local_main_process,
                 )
+            )
     return Prepared(recipe, model_dir, loaded.model, accelerator, precision, loaded.backend, texts)
+
+
+def _load_text(data: Data, tokenizer: Any, reporter: Reporter) -> TokenStore | TokenStream:
+    if data.streaming:
+        return TokenStream(data, tokenizer)
+    return load_tokens(data, tokenizer, report=reporter.say)
+
+
+def check_length(stage: Stage, mixture: Mixture) -> None:
+    """Raise a UserError if a text that is not streamed has less than one sequence of the stage."""
+    for number, store in enumerate(mixture.stores):
+        if isinstance(store, TokenStore) and len(store.tokens) < stage.length:
+            which = f"component {number} of the mixture" if len(mixture.stores) > 1 else "the text"
+            raise UserError(
+                f"stages.{stage.name}.length = {stage.length}",
+                f"{which} has {len(store.tokens)} tokens, less than one sequence",
+                "Add text or lower the length.",
+            )
 
 
 def run_training(

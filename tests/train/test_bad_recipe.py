@@ -91,6 +91,7 @@ OVERRIDES = [
     ("data={heldout: [a.txt]}", ["data.train: must hold at least 1", "mixture"]),
     ("data.messages_field=messages", ["data.messages_field = 'messages'", "format: text"]),
     ("data={train: [a], unwrap: true, messages_field: m}", ["data.messages_field", "plain text"]),
+    ("data.streaming=true", ["data.streaming = True", "leave out max_tokens"]),
     ("data.min_document_tokens=0", ["data.min_document_tokens = 0", "greater than 0"]),
     ("data.min_document_tokens=3e6", ["data.min_document_tokens", "more than max_tokens = 2000000"]),
     ("seed=-3", ["seed = -3", "at least 0"]),
@@ -167,6 +168,10 @@ class Case:
         path.write_text("\n".join(lines))
         return self.data(train=[str(path)])
 
+    def bytes(self, name: str, content: bytes) -> "Case":
+        (self.tmp / name).write_bytes(content)
+        return self.data(train=[str(self.tmp / name)])
+
     def set(self, **changes: Any) -> "Case":
         self.raw.update(changes)
         return self
@@ -186,6 +191,7 @@ RUNS: dict[str, tuple[Callable[[Case], Case], str]] = {
     "all held out": (lambda c: c.data(heldout=[str(c.text)]), "held out or excluded"),
     "unknown format": (lambda c: c.file("a.csv", "x"), "cannot tell its format"),
     "bad json": (lambda c: c.file("a.jsonl", '{"text": "a"}', "{"), "a.jsonl line 2"),
+    "latin-1 rows": (lambda c: c.bytes("a.jsonl", b'{"text": "caf\xe9"}'), "a.jsonl: is not UTF-8"),
     "no field": (lambda c: c.file("a.jsonl", '{"txt": "a"}'), "did you mean txt"),
     "not text": (lambda c: c.file("a.jsonl", '{"text": 3}'), "field text is int"),
     "bad parquet": (lambda c: c.file("a.parquet", "x"), "not a parquet file"),

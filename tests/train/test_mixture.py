@@ -32,7 +32,7 @@ def data_of(weights: list[float]) -> Data:
     return Data.model_validate({"mixture": [{"train": ["a.txt"], "weight": weight} for weight in weights]})
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(weights=st.lists(WEIGHTS, min_size=1, max_size=6), seed=st.integers(0, 2**31))
 def test_every_prefix_has_its_shares_and_no_sequence_comes_twice_in_an_epoch(
     weights: list[float], seed: int

@@ -34,10 +34,17 @@ class Alone:
 
 @pytest.fixture
 def recipe(tiny: ModuleType, text_file: Path, tmp_path: Path) -> Path:
-    """Three micro-batches a step, so that two processes have unequal shares, and dropout in both stages."""
+    """Three micro-batches a step, so that two processes have unequal shares; dropout, an average and a stream."""
     uneven = {"tokens_per_step": 96, "total_tokens": 384}
+    streamed = {"train": [str(text_file)], "streaming": True}
     adapt = tiny.stage(
-        name="adapt", trainable="adapters", loss="ce", lora={"rank": 2, "dropout": 0.2}, ema=0.7, **uneven
+        name="adapt",
+        trainable="adapters",
+        loss="ce",
+        lora={"rank": 2, "dropout": 0.2},
+        ema=0.7,
+        data=streamed,
+        **uneven,
     )
     dropped = {"start": 1.0, "end": 0.3}  # in the first step no window is used, in the others some are
     path = tmp_path / "recipe.yaml"
@@ -54,7 +61,8 @@ def train(
     command = [sys.executable, *(launcher if processes > 1 else []), "-m", "supra", "train", str(recipe)]
     return subprocess.run(
         [*command, "--model", str(model), "-o", str(run), *more],
-        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=400,
+        capture_output=True, text=True, timeout=400,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "SUPRA_CACHE": f"{run}-cache"},
     )  # fmt: skip
 
 

@@ -25,8 +25,8 @@ SAME_THREADS = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
 def three_stages(tiny: ModuleType, text: Path, **changes: Any) -> Recipe:
-    """All that has random numbers or a state of its own, in all kinds of stage, and a mixture."""
-    parts = [{"train": [str(text)], "weight": 2}, {"train": [str(text)], "weight": 1, "unwrap": True}]
+    """All that has random numbers or a state of its own, in all kinds of stage, a mixture and a stream."""
+    parts = [{"train": [str(text)], "weight": 2}, {"train": [str(text)], "weight": 1, "streaming": True}]
     optimizer = {"lr": 1e-2, "warmup_steps": 1, "weight_decay": 0.01}
     average = {"ema": 0.8, "optimizer": {**optimizer, "schedule": "wsd", "decay_ratio": 0.4}}
     return Recipe.model_validate(

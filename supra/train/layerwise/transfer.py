@@ -26,11 +26,9 @@ from supra.errors import UserError
 from supra.models import SupraForCausalLM, is_new_parameter
 from supra.train import checkpoint
 from supra.train.checkpoint import Position
-from supra.train.data import derived_seed
 from supra.train.layerwise.hidden_states import HiddenStates, StoredEmbedding
 from supra.train.layerwise.shells import Passage, student_layer, teacher_layer
 from supra.train.losses.context import model_inputs
-from supra.train.mixture import MixedData
 from supra.train.run_folder import write_whole
 from supra.train.stage import StageRunner, metrics_row
 from supra.train.tracking import Metrics, Reporter, StageProgress
@@ -168,9 +166,8 @@ class _Transfer:
 
     def _run_teacher(self, teacher: SupraForCausalLM) -> None:
         """The teacher's layer on all micro-batches, where nothing trains."""
-        stage, seed = self.stage, derived_seed(self.recipe.seed, 0)
-        data = MixedData(self.prepared.texts[0], length=stage.length, seed=seed)
+        size = self.stage.micro_batch_size
         for number in range(self.num_batches):
-            batch = data.batch(number * stage.micro_batch_size, stage.micro_batch_size).to(self.device)
+            batch = self.prepared.texts[0].batch(number * size, size).to(self.device)
             with torch.no_grad(), self.prepared.accelerator.autocast():
                 teacher.model(**model_inputs(batch))
