@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
+from torch import Tensor
 
 from supra.config import Recipe
 from supra.errors import SupraError
@@ -74,14 +75,28 @@ def stored_dtype(model_dir: Path) -> torch.dtype:
     return getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
 
 
-def _write_weights(student: SupraForCausalLM, model_dir: Path, folder: Path) -> None:
+def exported_bytes(student: SupraForCausalLM, model_dir: Path) -> int:
+    """Size of the folder that `export_model` makes of `model_dir`, adapters left out."""
     dtype = stored_dtype(model_dir)
-    tensors = {
-        name: tensor.to(torch.float32 if any(part in _FP32_MODULES for part in name.split(".")) else dtype)
-        for name, tensor in student.state_dict().items()
-    }
+    weights = sum(t.numel() * _dtype_of(name, dtype).itemsize for name, t in _stored(student).items())
+    return weights + sum(path.stat().st_size for path in _the_rest(model_dir))
+
+
+def _stored(student: SupraForCausalLM) -> dict[str, Tensor]:
+    """What is written of a state dict: a tied head is the embedding's."""
+    tensors = student.state_dict()
     if student.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
+    return tensors
+
+
+def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if any(part in _FP32_MODULES for part in name.split(".")) else dtype
+
+
+def _write_weights(student: SupraForCausalLM, model_dir: Path, folder: Path) -> None:
+    dtype = stored_dtype(model_dir)
+    tensors = {name: tensor.to(_dtype_of(name, dtype)) for name, tensor in _stored(student).items()}
     student.save_pretrained(folder, state_dict=tensors)
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")  # the library wrote that of the weights in memory
@@ -89,10 +104,14 @@ def _write_weights(student: SupraForCausalLM, model_dir: Path, folder: Path) -> 
 
 
 def _copy_the_rest(model_dir: Path, folder: Path) -> None:
+    for path in _the_rest(model_dir):
+        shutil.copyfile(path, folder / path.name)
+
+
+def _the_rest(model_dir: Path) -> list[Path]:
     """Tokenizer, generation config, chat template, licence: all that is not weights or ours to write."""
-    for path in model_dir.iterdir():
-        if path.is_file() and path.suffix != ".safetensors" and path.name not in _OURS:
-            shutil.copyfile(path, folder / path.name)
+    files = [path for path in model_dir.iterdir() if path.is_file() and path.suffix != ".safetensors"]
+    return [path for path in files if path.name not in _OURS]
 
 
 def _write_documents(recipe: Recipe, model_dir: Path, folder: Path, training: dict[str, Any]) -> None:

@@ -59,19 +59,19 @@ class StageRunner:
     def num_micro_batches(self) -> int:
         return self.stage.sequences_per_step // self.stage.micro_batch_size
 
-    def batches(self, step: int, limit: int | None = None) -> list[Batch]:
-        """The micro-batches of one step (the first `limit` of them)."""
-        first, size = step * self.stage.sequences_per_step, self.stage.micro_batch_size
+    def batches(self, step: int, limit: int | None = None, rows: int | None = None) -> list[Batch]:
+        """The micro-batches of one step (the first `limit` of them, of `rows` sequences each)."""
+        first, size = step * self.stage.sequences_per_step, rows or self.stage.micro_batch_size
         numbers = range(self.num_micro_batches if limit is None else min(limit, self.num_micro_batches))
         return [self.data.batch(first + n * size, size).to(self.accelerator.device) for n in numbers]
 
-    def train_step(self, step: int, limit: int | None = None) -> StepResult:
-        """One optimiser step, a pure function of the state and `step`.
+    def train_step(self, step: int, limit: int | None = None, rows: int | None = None) -> StepResult:
+        """One optimiser step, a pure function of the state and `step`; `limit` and `rows` make it smaller.
 
         Raises:
             SupraError: the loss or the gradient is not finite; the weights are not touched then.
         """
-        batches = self.batches(step, limit)
+        batches = self.batches(step, limit, rows)
         num_targets = self.loss.num_targets(batches)
         mine = self.processes.share(list(enumerate(batches)))
         self.accelerator.gradient_accumulation_steps = max(1, len(mine))

@@ -8,96 +8,25 @@ Notable:
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
+import torch
 
-from supra.config import Conversion, Recipe
+from supra.config import Recipe
 from supra.console import speaks
-from supra.errors import SupraError, UserError
-from supra.loading import load_model
-from supra.models import SupraConfig, SupraForCausalLM
+from supra.errors import SupraError
+from supra.models import SupraForCausalLM
 from supra.train import checkpoint
 from supra.train.checkpoint import Checkpoint, Position
 from supra.train.export import export_model
-from supra.train.parallel import Processes
-from supra.train.precision import Precision, make_accelerator
+from supra.train.prepare import Prepared, prepare
 from supra.train.run_folder import check_new_or_resumed, open_run
 from supra.train.stage import StageRunner, StepResult, changed_tensors, put_tensors
 from supra.train.teacher import build_teacher, without_adapters
-from supra.train.tokens import TokenStore, load_tokens
 from supra.train.tracking import Metrics, Reporter, read_metrics
-from supra.train.trainable import check_trainable
 
 StageCallback = Callable[[str, SupraForCausalLM], None]
-
-
-@dataclass
-class Prepared:
-    """All that a run needs, checked and loaded; nothing is written yet but the token cache."""
-
-    recipe: Recipe
-    model_dir: Path
-    student: SupraForCausalLM
-    accelerator: Accelerator
-    precision: Precision
-    backend: str
-    stores: list[TokenStore]  # one a stage
-
-    @property
-    def processes(self) -> Processes:
-        return Processes(self.accelerator)
-
-    @property
-    def data_keys(self) -> dict[str, str]:
-        return {stage.name: store.key for stage, store in zip(self.recipe.stages, self.stores, strict=True)}
-
-    def describe(self) -> str:
-        """One line naming what runs."""
-        count = self.processes.count
-        together = f"{count} processes · " if count > 1 else ""
-        return (
-            f"{together}device {self.accelerator.device} · dtype {self.precision} · backend {self.backend} · "
-            f"attention {self.student.config._attn_implementation}"
-        )
-
-
-def prepare(recipe: Recipe, model_dir: Path, reporter: Reporter) -> Prepared:
-    """Load the model and the tokens, and check that they fit the recipe.
-
-    Raises:
-        UserError: the model is not converted or not as the recipe says, or the text is missing or too short.
-    """
-    accelerator, precision = make_accelerator(recipe)
-    loaded = load_model(
-        model_dir, device=str(accelerator.device.type), dtype="float32", backend=recipe.backend
-    )
-    if not isinstance(loaded.model, SupraForCausalLM):
-        raise UserError(str(model_dir), "it is not a converted model", "Run `supra convert` first.")
-    check_conversion(recipe.conversion, loaded.model.config)
-    datas = [stage.data or recipe.data for stage in recipe.stages]
-    stores: list[TokenStore] = []
-    for position, data in enumerate(datas):
-        same = datas.index(data)
-        with accelerator.main_process_first():  # the others find the cache it wrote
-            stores.append(
-                stores[same] if same < position else load_tokens(data, loaded.tokenizer, report=reporter.say)
-            )
-    for stage, store in zip(recipe.stages, stores, strict=True):
-        check_trainable(stage, loaded.model)
-        if len(store.tokens) < stage.length:
-            raise UserError(
-                f"stages.{stage.name}.length = {stage.length}",
-                f"the text has {len(store.tokens)} tokens, less than one sequence",
-                "Add text or lower the length.",
-            )
-        if store.tokens.max() >= loaded.model.config.vocab_size:
-            raise UserError(
-                str(model_dir), "its tokenizer has more tokens than the model", "Convert it again."
-            )
-    return Prepared(recipe, model_dir, loaded.model, accelerator, precision, loaded.backend, stores)
 
 
 def run_training(
@@ -123,7 +52,7 @@ def run_training(
     if not speaks():
         reporter = Reporter.silent()
     check_new_or_resumed(run_dir, resume)
-    prepared = prepare(recipe, model_dir, reporter)
+    prepared = prepare(recipe, model_dir, run_dir, reporter)
     processes = prepared.processes
     processes.wait()  # all have checked the folder before one writes there
     lock = processes.on_main(lambda: open_run(run_dir, recipe, model_dir, prepared.data_keys))
@@ -136,32 +65,6 @@ def run_training(
     finally:
         if lock is not None:
             lock.close()
-
-
-def check_conversion(conversion: Conversion, config: SupraConfig) -> None:
-    """Raise a UserError that names each field in which the model differs from the recipe's conversion."""
-    wanted = conversion.resolve()
-    kept = tuple(i for i, kind in enumerate(config.layer_types or []) if kind != "linear_attention")
-    pairs = {
-        "feature_map": (wanted.feature_map, config.feature_map),
-        "rope": (wanted.rope, config.rope_position),
-        "decay": (wanted.decay, config.decay),
-        "decay_shared": (wanted.decay_shared, config.decay_shared),
-        "norm": (wanted.norm, config.attention_norm),
-        "norm_affine": (wanted.norm_affine, config.group_norm_affine),
-        "window": (wanted.window, config.window),
-        "num_sink_tokens": (wanted.num_sink_tokens, config.num_sink_tokens),
-        "keep_softmax": (wanted.keep_softmax, kept),
-    }
-    differing = [
-        f"conversion.{name} is {a!r}, the model's is {b!r}" for name, (a, b) in pairs.items() if a != b
-    ]
-    if differing:
-        raise UserError(
-            "the model",
-            f"it was not converted by this recipe: {'; '.join(differing)}",
-            "Convert it with the recipe.",
-        )
 
 
 class _Run:
@@ -244,6 +147,12 @@ class _Run:
             newest = checkpoint.newest(self.run_dir)
             last = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
             raise SupraError(error.thing, error.reason, f"{error.mend}; {last}.") from None
+        except torch.OutOfMemoryError:
+            raise SupraError(
+                f"stage {runner.stage.name}",
+                f"a step does not fit in the memory of {self.prepared.accelerator.device}",
+                "Lower micro_batch_size or length, or train adapters instead of all, in another run folder.",
+            ) from None
 
     def _end_stage(self, runner: StageRunner, position: Position) -> Position:
         index, last = runner.index, runner.index == len(self.recipe.stages) - 1
