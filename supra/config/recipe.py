@@ -48,16 +48,30 @@ class Recipe(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
 
     def hash(self) -> str:
-        """SHA-256 (hex) of everything that changes the result: prose and checkpoint rhythm left out."""
+        """SHA-256 (hex) of everything that changes the result: prose, trackers and checkpoint rhythm left out."""
         return hashlib.sha256(json.dumps(self.decisive(), sort_keys=True).encode()).hexdigest()
 
     def decisive(self) -> dict[str, Any]:
         """`{field path: value}` of every leaf that changes the result."""
         leaves = flatten(self.model_dump(mode="json"))
-        return {path: leaf for path, leaf in leaves.items() if path.split(".")[-1] not in _PROSE}
+        return {
+            path: leaf for path, leaf in leaves.items() if not _WITHOUT_EFFECT.intersection(path.split("."))
+        }
 
 
-_PROSE = frozenset({"description", "source", "cost", "expected", "command", "checkpoint_every_steps"})
+# Prose, and what is only watched or kept: a resume may change these.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "description",
+        "source",
+        "cost",
+        "expected",
+        "command",
+        "checkpoint_every_steps",
+        "max_loss_ratio",
+        "trackers",
+    }
+)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -27,6 +27,9 @@ class Stage(Section):
     total_tokens: PositiveCount
     optimizer: Optimizer
     lora: Lora | None = None
+    max_loss_ratio: Annotated[Real, Field(gt=1)] | None = (
+        None  # stop before a step whose loss exceeds the median of the stage's last 32 by this factor
+    )
     checkpoint_every_steps: PositiveCount = 100
     data: Data | None = None  # null = the recipe's
 

@@ -9,10 +9,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from supra.config import Recipe
-from supra.errors import SupraError
-from supra.models import SupraForCausalLM
+from supra.models import SupraForCausalLM, is_new_parameter
 from supra.train import checkpoint
 from supra.train.data import Batch, PackedData
+from supra.train.divergence import DivergedError, LossGuard
 from supra.train.losses import StageLoss
 from supra.train.optim import build_optimizer, lr_multiplier, set_lr
 from supra.train.parallel import Processes
@@ -23,10 +23,15 @@ from supra.train.trainable import enter_stage
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of one optimiser step; `grad_norm` is before clipping."""
+    """Figures of one optimiser step; gradient norms are before clipping, which multiplied them by `clip_factor`.
+
+    `new_grad_norm` is that of the new parameters where others train beside them, None elsewhere.
+    """
 
     loss: float
     grad_norm: float
+    new_grad_norm: float | None
+    clip_factor: float
     lr: float
     num_tokens: int
 
@@ -53,6 +58,7 @@ class StageRunner:
         self.trainable = enter_stage(self.stage, student, teacher, derived_seed(recipe.seed, index, 1))
         self.optimizer = accelerator.prepare(build_optimizer(self.stage.optimizer, self.trainable.parameters))
         self.loss = StageLoss(self.stage, student, teacher, accelerator)
+        self.guard = LossGuard()  # of losses that are not finite
         student.train()
 
     @property
@@ -69,7 +75,7 @@ class StageRunner:
         """One optimiser step, a pure function of the state and `step`; `limit` and `rows` make it smaller.
 
         Raises:
-            SupraError: the loss or the gradient is not finite; the weights are not touched then.
+            DivergedError: the loss is not finite or the guard refuses it; the weights are not touched then.
         """
         batches = self.batches(step, limit, rows)
         num_targets = self.loss.num_targets(batches)
@@ -83,17 +89,20 @@ class StageRunner:
                 total += self.loss(batch, num_targets)
         self.processes.sum_gradients(self.trainable.parameters.values())
         self.processes.sum(total)
+        new_norm = self._new_grad_norm()
         clip = self.stage.optimizer.grad_clip or math.inf
         grad_norm = self.accelerator.clip_grad_norm_(list(self.trainable.parameters.values()), clip)
         loss, norm = float(total), float(grad_norm) if grad_norm is not None else 0.0
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise self._not_finite(step, loss, norm, batches)
+        if problem := self.guard.problem(loss, norm):
+            raise self._diverged(step, problem, batches)
         multiplier = lr_multiplier(self.stage.optimizer, step, self.stage.num_steps)
         set_lr(self.optimizer, multiplier)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.guard.passed(loss)
         num_tokens = sum(batch.input_ids.numel() for batch in batches)
-        return StepResult(loss, norm, self.stage.optimizer.lr * multiplier, num_tokens)
+        factor = min(1.0, clip / norm) if norm else 1.0
+        return StepResult(loss, norm, new_norm, factor, self.stage.optimizer.lr * multiplier, num_tokens)
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """The optimiser's state by parameter name."""
@@ -117,13 +126,21 @@ class StageRunner:
         self.accelerator.free_memory()
         del self.optimizer
 
-    def _not_finite(self, step: int, loss: float, norm: float, batches: list[Batch]) -> SupraError:
+    def _new_grad_norm(self) -> float | None:
+        parameters = self.trainable.parameters
+        new = [p.grad for name, p in parameters.items() if is_new_parameter(name) and p.grad is not None]
+        if not new or len(new) == len(parameters):
+            return None
+        return float(nn.utils.get_total_norm(new))
+
+    def _diverged(self, step: int, problem: str, batches: list[Batch]) -> DivergedError:
         rows = [f"{epoch}:{sequence}" for batch in batches for epoch, sequence in batch.sequence_ids]
         shown = ", ".join(rows[:8]) + ("…" if len(rows) > 8 else "")
-        return SupraError(
+        return DivergedError(
             f"stage {self.stage.name}, step {step + 1}",
-            f"loss {loss}, gradient norm {norm}; sequences (epoch:number) {shown}",
-            "Lower the learning rate or set grad_clip",
+            f"{problem}; sequences (epoch:number) {shown}",
+            "The weights are those before this step",
+            stage=self.stage.name,
         )
 
 

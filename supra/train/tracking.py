@@ -1,6 +1,7 @@
 """What a run says of itself: metrics as JSON lines, and progress on stderr."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -42,12 +43,13 @@ class Metrics:
         self._file.close()
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All rows of a run's `metrics.jsonl`."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+def read_metrics(run_dir: Path, *, last_step: float = math.inf) -> list[dict[str, Any]]:
+    """The rows of a run's `metrics.jsonl` up to a step, of one that is still written too: none before it begins."""
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in _lines_until(path, last_step)] if path.exists() else []
 
 
-def _lines_until(path: Path, last_step: int) -> Iterator[bytes]:
+def _lines_until(path: Path, last_step: float) -> Iterator[bytes]:
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             if json.loads(line)["step"] > last_step or not line.endswith(b"\n"):

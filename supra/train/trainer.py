@@ -7,7 +7,7 @@ Notable:
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from supra.config import Recipe
 from supra.console import speaks
 from supra.errors import SupraError
 from supra.models import SupraForCausalLM
-from supra.train import checkpoint
+from supra.train import checkpoint, run_folder
 from supra.train.checkpoint import Checkpoint, Position
+from supra.train.divergence import DivergedError, LossGuard
 from supra.train.export import export_model
 from supra.train.prepare import Prepared, prepare
 from supra.train.run_folder import check_new_or_resumed, open_run
@@ -35,17 +36,21 @@ def run_training(
     run_dir: str | Path,
     *,
     resume: bool = False,
+    skip_steps: Sequence[int] = (),
     on_stage_end: StageCallback | None = None,
     reporter: Reporter | None = None,
 ) -> Path:
     """Train `model_dir` by `recipe` in `run_dir` and return the folder of the trained model, `run_dir/model`.
+
+    `skip_steps` are left out, now and by every later resume: they count, and nothing is trained in them.
 
     `on_stage_end(stage name, model)` sees the model in eval mode after each stage, adapters merged. A run
     that was killed around the end of a stage may call it again for that stage.
 
     Raises:
         UserError: the folder is used or empty (see `resume`), or recipe, model and text do not fit together.
-        SupraError: the loss is not finite, the disk is full, every checkpoint is damaged.
+        DivergedError: a loss is not finite, or larger than a stage's `max_loss_ratio` allows.
+        SupraError: the disk is full, every checkpoint is damaged.
     """
     model_dir, run_dir = Path(model_dir), Path(run_dir)
     reporter = reporter or Reporter()
@@ -57,6 +62,9 @@ def run_training(
     processes.wait()  # all have checked the folder before one writes there
     lock = processes.on_main(lambda: open_run(run_dir, recipe, model_dir, prepared.data_keys))
     try:
+        if skip_steps:
+            last_done = checkpoint.newest_step(run_dir)
+            processes.on_main(lambda: run_folder.skip_steps(run_dir, skip_steps, recipe, last_done))
         if (run_dir / "model").exists():
             reporter.say(f"this run is finished: {run_dir / 'model'}")
             return run_dir / "model"
@@ -77,6 +85,7 @@ class _Run:
         self.on_stage_end, self.processes = on_stage_end, prepared.processes
         self.recipe, self.student = prepared.recipe, prepared.student
         self.ever_trained: set[str] = set()
+        self.skipped = run_folder.skipped_steps(run_dir)
         self.adapters: Any = None  # of the last stage, where they are kept
 
     def run(self) -> Path:
@@ -89,12 +98,14 @@ class _Run:
             self.reporter.say(f"resuming from {saved.path.name}")
             put_tensors(self.student, saved.model)
             self.ever_trained = set(saved.model)
+        rows = read_metrics(self.run_dir, last_step=position.global_step)
         self.processes.wait()  # all have read before one writes
         path = self.run_dir / "metrics.jsonl"
         self.metrics = Metrics(path, last_step=position.global_step) if self.processes.is_main else None
         try:
             for index in range(position.stage, len(self.recipe.stages)):
-                position = self._run_stage(index, position, saved)
+                losses = [row["loss"] for row in rows if row["stage"] == self.recipe.stages[index].name]
+                position = self._run_stage(index, position, saved, losses)
                 saved = None
         finally:
             if self.metrics is not None:
@@ -102,7 +113,9 @@ class _Run:
         self.processes.on_main(self._export)
         return self.run_dir / "model"
 
-    def _run_stage(self, index: int, position: Position, saved: Checkpoint | None) -> Position:
+    def _run_stage(
+        self, index: int, position: Position, saved: Checkpoint | None, losses: list[float]
+    ) -> Position:
         stage = self.recipe.stages[index]
         if all(s.loss == "ce" for s in self.recipe.stages[index:]):
             self.teacher = None  # nobody needs it any more
@@ -110,17 +123,21 @@ class _Run:
         runner = StageRunner(
             self.recipe, index, self.student, self.teacher, prepared.accelerator, prepared.stores[index]
         )
+        runner.guard = LossGuard(stage.max_loss_ratio, losses)
         if saved and position.step:
             runner.restore(saved)
         self.ever_trained |= {without_adapters(n) for n in runner.trainable.parameters if ".lora_" not in n}
         with self.reporter.stage(stage.name, done=position.step, num_steps=stage.num_steps) as progress:
             while position.step < stage.num_steps:
-                start = time.monotonic()
-                result = self._step(runner, position)
-                position = Position(index, position.step + 1, position.global_step + 1)
-                rate = result.num_tokens / (time.monotonic() - start)
-                self._record(stage.name, position, result, rate)
-                progress.step(position.step, loss=result.loss, tokens_per_second=rate)
+                before, position = position, Position(index, position.step + 1, position.global_step + 1)
+                if position.global_step in self.skipped:
+                    self.reporter.say(f"{stage.name} {position.step}/{stage.num_steps} · skipped, as asked")
+                else:
+                    start = time.monotonic()
+                    result = self._step(runner, before)
+                    rate = result.num_tokens / (time.monotonic() - start)
+                    self._record(stage.name, position, result, rate)
+                    progress.step(position.step, loss=result.loss, tokens_per_second=rate)
                 if position.step % stage.checkpoint_every_steps == 0 or position.step == stage.num_steps:
                     self._save(position, runner)
         return self._end_stage(runner, position)
@@ -135,6 +152,8 @@ class _Run:
                     "tokens": result.num_tokens,
                     "loss": result.loss,
                     "grad_norm": result.grad_norm,
+                    "new_grad_norm": result.new_grad_norm,
+                    "clip_factor": round(result.clip_factor, 6),
                     "lr": result.lr,
                     "tokens_per_second": round(rate, 1),
                 }
@@ -143,10 +162,12 @@ class _Run:
     def _step(self, runner: StageRunner, position: Position) -> StepResult:
         try:
             return runner.train_step(position.step)
-        except SupraError as error:
-            newest = checkpoint.newest(self.run_dir)
+        except DivergedError as error:
+            newest, number = checkpoint.newest(self.run_dir), position.global_step + 1
             last = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
-            raise SupraError(error.thing, error.reason, f"{error.mend}; {last}.") from None
+            thing = f"{error.thing} (step {number} of the run)"
+            mend = f"{error.mend}; {last}."
+            raise DivergedError(thing, error.reason, mend, stage=error.stage, global_step=number) from None
         except torch.OutOfMemoryError:
             raise SupraError(
                 f"stage {runner.stage.name}",
@@ -183,23 +204,26 @@ class _Run:
 
     def _export(self) -> Path:
         rows = read_metrics(self.run_dir)
-        stages = []
+        stages, first = [], 1
         for stage in self.recipe.stages:
             losses = [row["loss"] for row in rows if row["stage"] == stage.name]
+            steps = len(set(range(first, first + stage.num_steps)) - self.skipped)
+            first += stage.num_steps
             stages.append(
                 {
                     "name": stage.name,
                     "trainable": stage.trainable,
                     "loss": stage.loss,
-                    "steps": stage.num_steps,
-                    "tokens": stage.num_steps * stage.tokens_per_step,
+                    "steps": steps,
+                    "tokens": steps * stage.tokens_per_step,
                     "first_loss": losses[0],
                     "last_loss": losses[-1],
                 }
             )
         training = {
             "seed": self.recipe.seed,
-            "tokens_trained": sum(stage.num_steps * stage.tokens_per_step for stage in self.recipe.stages),
+            "tokens_trained": sum(stage["tokens"] for stage in stages),
+            **({"skipped_steps": sorted(self.skipped)} if self.skipped else {}),
             "precision": str(self.prepared.precision),
             "device": str(self.prepared.accelerator.device),
             "backend": self.prepared.backend,
