@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from supra.config.conversion import Conversion
 from supra.config.data import Data
-from supra.config.fields import Count, Section
+from supra.config.fields import Count, Section, comma_list
 from supra.config.stage import Stage
 
 
@@ -30,6 +30,9 @@ class Recipe(Section):
     adapters: Literal["merge", "keep"] = (
         "merge"  # in the exported model: folded into the weights, or beside them
     )
+    trackers: Annotated[
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...], BeforeValidator(comma_list)
+    ] = ()  # that get the metrics too
     conversion: Conversion = Conversion()
     data: Data
     stages: tuple[Stage, ...] = Field(min_length=1)

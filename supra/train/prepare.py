@@ -18,6 +18,7 @@ from supra.train.budget import Budget, available_memory_bytes, check_disk, check
 from supra.train.parallel import Processes
 from supra.train.precision import Precision, make_accelerator
 from supra.train.tokens import TokenStore, load_tokens
+from supra.train.trackers import require_trackers
 from supra.train.tracking import Reporter
 from supra.train.trainable import check_trainable
 
@@ -63,6 +64,7 @@ def prepare(recipe: Recipe, model_dir: Path, run_dir: Path, reporter: Reporter) 
         UserError: the model is not converted or not as the recipe says, the text is missing or too short, or the
             run needs more disk or memory than there is.
     """
+    require_trackers(recipe)
     accelerator, precision = make_accelerator(recipe)
     config = read_config(model_dir)
     check_conversion(recipe.conversion, config)

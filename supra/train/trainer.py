@@ -25,6 +25,7 @@ from supra.train.prepare import Prepared, prepare
 from supra.train.run_folder import check_new_or_resumed, open_run
 from supra.train.stage import StageRunner, StepResult, changed_tensors, put_tensors
 from supra.train.teacher import build_teacher, without_adapters
+from supra.train.trackers import Trackers
 from supra.train.tracking import Metrics, Reporter, read_metrics
 
 StageCallback = Callable[[str, SupraForCausalLM], None]
@@ -86,6 +87,8 @@ class _Run:
         self.recipe, self.student = prepared.recipe, prepared.student
         self.ever_trained: set[str] = set()
         self.skipped = run_folder.skipped_steps(run_dir)
+        self.metrics: Metrics | None = None  # in the main process, as are the trackers
+        self.trackers: Trackers | None = None
         self.adapters: Any = None  # of the last stage, where they are kept
 
     def run(self) -> Path:
@@ -98,10 +101,15 @@ class _Run:
             self.reporter.say(f"resuming from {saved.path.name}")
             put_tensors(self.student, saved.model)
             self.ever_trained = set(saved.model)
-        rows = read_metrics(self.run_dir, last_step=position.global_step)
+        written = read_metrics(self.run_dir)
+        rows = [row for row in written if row["step"] <= position.global_step]
+        self.total_tokens = sum(row["tokens"] for row in rows)
         self.processes.wait()  # all have read before one writes
-        path = self.run_dir / "metrics.jsonl"
-        self.metrics = Metrics(path, last_step=position.global_step) if self.processes.is_main else None
+        if self.processes.is_main:
+            path = self.run_dir / "metrics.jsonl"
+            self.metrics = Metrics(path, last_step=position.global_step)
+            last_sent = written[-1]["step"] if written else 0
+            self.trackers = Trackers(self.prepared.accelerator, self.recipe, self.run_dir, last_sent)
         try:
             for index in range(position.stage, len(self.recipe.stages)):
                 losses = [row["loss"] for row in rows if row["stage"] == self.recipe.stages[index].name]
@@ -110,6 +118,8 @@ class _Run:
         finally:
             if self.metrics is not None:
                 self.metrics.close()
+            if self.trackers is not None:
+                self.trackers.close()
         self.processes.on_main(self._export)
         return self.run_dir / "model"
 
@@ -143,21 +153,24 @@ class _Run:
         return self._end_stage(runner, position)
 
     def _record(self, stage: str, position: Position, result: StepResult, rate: float) -> None:
+        self.total_tokens += result.num_tokens
+        row = {
+            "step": position.global_step,
+            "stage": stage,
+            "stage_step": position.step,
+            "tokens": result.num_tokens,
+            "total_tokens": self.total_tokens,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "new_grad_norm": result.new_grad_norm,
+            "clip_factor": round(result.clip_factor, 6),
+            "lr": result.lr,
+            "tokens_per_second": round(rate, 1),
+        }
         if self.metrics is not None:
-            self.metrics.write(
-                {
-                    "step": position.global_step,
-                    "stage": stage,
-                    "stage_step": position.step,
-                    "tokens": result.num_tokens,
-                    "loss": result.loss,
-                    "grad_norm": result.grad_norm,
-                    "new_grad_norm": result.new_grad_norm,
-                    "clip_factor": round(result.clip_factor, 6),
-                    "lr": result.lr,
-                    "tokens_per_second": round(rate, 1),
-                }
-            )
+            self.metrics.write(row)
+        if self.trackers is not None:
+            self.trackers.log(row)
 
     def _step(self, runner: StageRunner, position: Position) -> StepResult:
         try:
