@@ -102,14 +102,14 @@ def test_memory_too_small_is_refused_before_the_model_is_loaded(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_micro_batch_too_large_is_refused_after_one_row(
+def test_a_micro_batch_too_large_is_refused_after_two_rows(
     tiny: ModuleType, tmp_path: Path, text_file: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resident = iter([SimpleNamespace(rss=0), SimpleNamespace(rss=10**9)])
     monkeypatch.setattr(probe.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: next(resident)))
     monkeypatch.setattr(budget, "available_memory_bytes", lambda device: 10**9)
-    stage = tiny.stage(micro_batch_size=4)  # a row took 1 GB: three more of them do not fit
-    with pytest.raises(UserError, match=r"transfer: 4 rows of 16 tokens need 3\.00 GB where 1\.00 GB"):
+    stage = tiny.stage(micro_batch_size=4)  # the second row took 1 GB: two more of them do not fit
+    with pytest.raises(UserError, match=r"transfer: 2 further rows .* need 2\.00 GB where 1\.00 GB"):
         dry_run(Recipe.model_validate(tiny.raw_recipe(text_file, stage)), model_dir, tmp_path / "run")
 
 
