@@ -215,16 +215,22 @@ def evaluate(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders that `supra eval -o` or `supra demo` wrote.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders that `supra eval -o`, `demo` or `train` wrote.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for report.html and report.md.")] = Path("report"),
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
+    as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Merge several runs into one HTML page and one Markdown page."""
+    """Merge several runs, of training or evaluation, into one HTML page and one Markdown page."""
     from supra_eval.page import read_any, run_folders, write_page
 
-    pages = write_page([(path, read_any(path)) for path in run_folders(runs)], out, title)
-    typer.echo(str(pages.html))
-    typer.echo(str(pages.markdown))
+    found = [(path, read_any(path)) for path in run_folders(runs)]
+    pages = write_page(found, out, title)
+    if as_json:
+        shown = [{"folder": str(path), **json.loads(run.to_json())} for path, run in found]
+        typer.echo(json.dumps({"html": str(pages.html), "markdown": str(pages.markdown), "runs": shown}))
+    else:
+        typer.echo(str(pages.html))
+        typer.echo(str(pages.markdown))
     say(f"next: open {pages.html} in a browser")
 
 

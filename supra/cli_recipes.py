@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .console import Json, say
+from .errors import UserError
 
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show, copy and check recipes.")
 
@@ -32,10 +33,14 @@ def recipes_ls(as_json: Json = False) -> None:
 def recipes_show(
     name: str,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a field first.")] = None,
+    as_json: Json = False,
 ) -> None:
-    """Print a recipe."""
+    """Print a recipe; as JSON with every default filled in."""
     from . import recipes
 
+    if as_json:
+        typer.echo(json.dumps(recipes.load_resolved(name, overrides).model_dump(mode="json")))
+        return
     typer.echo(recipes.show(name, overrides).rstrip("\n"))
     say(f"next: supra recipes cp {name} my.yaml")
 
@@ -54,10 +59,23 @@ def recipes_cp(name: str, target: Path) -> None:
 def recipes_validate(
     path: str,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a field first.")] = None,
+    as_json: Json = False,
 ) -> None:
-    """Check a recipe; every error is named at once."""
+    """Check a recipe; every error is named at once, with --json as a list of path, value and reason."""
     from . import config
+    from .recipe_io import Problem, RecipeError
 
-    loaded = config.load(path, overrides or [])
+    try:
+        loaded = config.load(path, overrides or [])
+    except UserError as error:
+        if not as_json:
+            raise
+        problems = error.problems if isinstance(error, RecipeError) else [Problem("", "", error.reason)]
+        found = [problem._asdict() for problem in problems]
+        typer.echo(json.dumps({"recipe": path, "valid": False, "problems": found}))
+        raise typer.Exit(error.exit_code) from None
+    if as_json:
+        typer.echo(json.dumps({"recipe": path, "valid": True, "problems": [], "hash": loaded.hash()}))
+        return
     typer.echo(f"{path}: {len(loaded.stages)} stages, valid")
     say(f"next: supra train {path} --model MODEL --dry-run")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 
-from supra_kernels import BackendError, resolve_backend
+from supra_kernels import BackendError
 
 from .checks import require_dtype, require_model_folder
 from .errors import SupraError, UserError
+
+if TYPE_CHECKING:
+    from .models import SupraForCausalLM
 
 
 @dataclass(frozen=True)
@@ -90,49 +93,19 @@ def load_model(
     model = model.to(where).eval()
     runs = "none"
     if isinstance(model, models.SupraForCausalLM):
-        runs = require_backend(backend, where)
-        model.set_backend(runs)
+        runs = choose_backend(model, backend, where)
     attention = model.config._attn_implementation
     return Loaded(model, load_tokenizer(path) if tokenizer else None, where, dtype, runs, attention)
 
 
-def load_outline(path: Path, *, device: str, backend: str) -> Loaded:
-    """A converted model without its weights (on the meta device), checked against the headers of its files.
+def choose_backend(model: SupraForCausalLM, backend: str, device: str) -> str:
+    """Set the kernel backend of a model that runs on `device`; the one that will run.
 
     Raises:
-        UserError: no model folder at `path`, a device or backend that is not here, or files that do not hold the model.
-    """
-    from transformers import AutoConfig
-
-    from . import models
-    from .weights.reader import tensor_places
-
-    require_model_folder(path)
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    if not isinstance(config, models.SupraConfig):
-        raise UserError(str(path), "it is not a converted model", "Run `supra convert` first.")
-    with torch.device("meta"):
-        model = models.SupraForCausalLM(config)
-    found = {name: info.shape for name, (_, info) in tensor_places(path).items()}
-    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    odd = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
-    if odd:
-        raise UserError(
-            str(path), f"its files do not hold the model: {', '.join(odd[:5])}", "Convert it again"
-        )
-    where = resolve_device(device)
-    runs, attention = require_backend(backend, where), model.config._attn_implementation
-    return Loaded(model.eval(), load_tokenizer(path), where, "float32", runs, attention)
-
-
-def require_backend(backend: str, device: str) -> str:
-    """The kernel backend that will run on `device`.
-
-    Raises:
-        UserError: it is unknown or cannot run here.
+        UserError: it is unknown, or cannot run here or with the model's heads.
     """
     try:
-        return resolve_backend(backend, torch.device(device))
+        return model.set_backend(backend, device)
     except BackendError as error:
         raise UserError(
             f"backend {backend!r}", str(error), "See `supra doctor` for what runs here"

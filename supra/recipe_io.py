@@ -26,6 +26,18 @@ class Problem(NamedTuple):
         return f"{self.path}{f' = {self.value}' if self.value else ''}: {self.reason}"
 
 
+class RecipeError(UserError):
+    """A recipe with fields that are wrong, each in `problems`."""
+
+    def __init__(self, name: str, problems: list[Problem]) -> None:
+        self.problems = problems
+        if len(problems) == 1:
+            super().__init__(name, str(problems[0]), "Correct this field.")
+        else:
+            lines = "".join(f"\n  {problem}" for problem in problems)
+            super().__init__(name, f"{len(problems)} errors", f"Correct these fields:{lines}")
+
+
 def shipped_folder() -> Path:
     """The recipes that come with supra: package data in a wheel, `recipes/` in a checkout."""
     inside = Path(__file__).parent / "_recipes"
@@ -205,13 +217,9 @@ def _index(items: list[Any], part: str) -> int | str:
     )
 
 
-def _report(name: str, problems: list[Problem]) -> UserError:
+def _report(name: str, problems: list[Problem]) -> RecipeError:
     # A field that is reported twice (an override and its validation) is one mistake to the reader.
-    unique = list(dict.fromkeys(problems))
-    if len(unique) == 1:
-        return UserError(name, str(unique[0]), "Correct this field.")
-    lines = "".join(f"\n  {problem}" for problem in unique)
-    return UserError(name, f"{len(unique)} errors", f"Correct these fields:{lines}")
+    return RecipeError(name, list(dict.fromkeys(problems)))
 
 
 def _problems(error: ValidationError, model: type[BaseModel], raw: dict[str, Any]) -> list[Problem]:

@@ -32,9 +32,14 @@ def ls() -> list[Listing]:
 def show(path_or_name: str, overrides: list[str] | None = None, *, resolved: bool = False) -> str:
     """A recipe's text as written (comments kept), or with every default and override filled in."""
     if resolved or overrides:
-        recipe = config.load(path_or_name, overrides)
-        return recipe.model_copy(update={"conversion": recipe.conversion.resolve()}).to_yaml()
+        return load_resolved(path_or_name, overrides).to_yaml()
     return recipe_io.locate(path_or_name).read_text(encoding="utf-8")
+
+
+def load_resolved(path_or_name: str, overrides: list[str] | None = None) -> Recipe:
+    """A recipe with every default of its conversion's method filled in."""
+    recipe = config.load(path_or_name, overrides)
+    return recipe.model_copy(update={"conversion": recipe.conversion.resolve()})
 
 
 def cp(name: str, destination: str | Path) -> Path:

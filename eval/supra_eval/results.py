@@ -41,7 +41,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a plot called `name`: one model's y over x, with standard errors where they are known."""
+    """A line of a plot called `name`: one model's y over x, with standard errors where they are known.
+
+    `marks` names places on x where something begins.
+    """
 
     name: str
     model: str
@@ -51,6 +54,7 @@ class Curve:
     y: list[float]
     stderr: list[float] | None = None
     log_x: bool = True
+    marks: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from supra.config.conversion import Conversion
 from supra.config.data import Data
-from supra.config.fields import Count, Section
+from supra.config.fields import Count, Section, comma_list
 from supra.config.stage import Stage
 
 
@@ -43,6 +43,9 @@ class Recipe(Section):
     adapters: Literal["merge", "keep"] = (
         "merge"  # in the exported model: folded into the weights, or beside them
     )
+    trackers: Annotated[
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...], BeforeValidator(comma_list)
+    ] = ()  # that get the metrics too
     conversion: Conversion = Conversion()
     data: Data
     stages: tuple[Stage, ...] = Field(min_length=1)
@@ -66,13 +69,15 @@ class Recipe(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
 
     def hash(self) -> str:
-        """SHA-256 (hex) of everything that changes the result: prose and checkpoint rhythm left out."""
+        """SHA-256 (hex) of everything that changes the result: prose, trackers and checkpoint rhythm left out."""
         return hashlib.sha256(json.dumps(self.decisive(), sort_keys=True).encode()).hexdigest()
 
     def decisive(self) -> dict[str, Any]:
         """`{field path: value}` of every leaf that changes the result."""
         leaves = flatten(self.model_dump(mode="json"))
-        return {path: leaf for path, leaf in leaves.items() if path.split(".")[-1] not in _PROSE}
+        return {
+            path: leaf for path, leaf in leaves.items() if not _WITHOUT_EFFECT.intersection(path.split("."))
+        }
 
     def at_default(self) -> set[str]:
         """Field paths of the leaves that have their default: what a recipe says that was written without them."""
@@ -80,8 +85,19 @@ class Recipe(Section):
         return flatten(self.model_dump(mode="json")).keys() - given.keys()
 
 
-_PROSE = frozenset(
-    {"description", "source", "cost", "expected", "command", "checkpoint_every_steps", "strategy"}
+# Prose, and what is only watched or kept, or how processes share the work: a resume may change these.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "description",
+        "source",
+        "cost",
+        "expected",
+        "command",
+        "checkpoint_every_steps",
+        "max_loss_ratio",
+        "trackers",
+        "strategy",
+    }
 )
 
 

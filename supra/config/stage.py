@@ -43,6 +43,9 @@ class Stage(Section):
     optimizer: Optimizer
     ema: Annotated[Real, Field(gt=0, lt=1)] | None = None  # decay of a moving average, the stage's result
     lora: Lora | None = None
+    max_loss_ratio: Annotated[Real, Field(gt=1)] | None = (
+        None  # stop before a step whose loss exceeds the median of the stage's last 32 by this factor
+    )
     checkpoint_every_steps: PositiveCount = 100
     data: Data | None = None  # null = the recipe's
 

@@ -213,8 +213,10 @@ class SupraForCausalLM(SupraPreTrainedModel, LlamaForCausalLM):
         """The converted attention layers, in order."""
         return [module for module in self.modules() if isinstance(module, SupraLinearAttention)]
 
-    def set_backend(self, backend: str) -> str:
+    def set_backend(self, backend: str, device: torch.device | str | None = None) -> str:
         """Choose the kernel backend of every linear layer and return the name of the one that will run.
+
+        `device`: where the model will be, if it is not there yet.
 
         Raises:
             supra_kernels.BackendError: the backend is unknown, or cannot run here or with heads so wide; nothing falls
@@ -222,7 +224,7 @@ class SupraForCausalLM(SupraPreTrainedModel, LlamaForCausalLM):
         """
         layers = self.linear_layers()
         head_dims = (self.config.feature_dim, self.config.value_dim) if layers else (0, 0)
-        resolved = resolve_backend(backend, self.device, head_dims)
+        resolved = resolve_backend(backend, device or self.device, head_dims)
         for layer in layers:
             layer.backend = resolved
         return resolved

@@ -6,11 +6,17 @@ The names below load on first use, so that reading texts (`supra.train.documents
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from supra.train.divergence import DivergedError as DivergedError
     from supra.train.plan import dry_run as dry_run
     from supra.train.tracking import read_metrics as read_metrics
     from supra.train.trainer import run_training as run_training
 
-_HOMES = {"dry_run": "plan", "read_metrics": "tracking", "run_training": "trainer"}
+_HOMES = {
+    "DivergedError": "divergence",
+    "dry_run": "plan",
+    "read_metrics": "tracking",
+    "run_training": "trainer",
+}
 
 
 def __getattr__(name: str) -> Any:

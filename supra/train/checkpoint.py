@@ -117,6 +117,12 @@ def newest(run_dir: Path) -> Path | None:
     return folders[-1] if folders else None
 
 
+def newest_step(run_dir: Path) -> int:
+    """Steps done over all stages at the newest checkpoint, unchecked; 0 where there is none."""
+    folder = newest(run_dir)
+    return int(folder.name.split("-")[1]) if folder else 0
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder's files and entries to disk."""
     for path in [*(p for p in folder.iterdir() if p.is_file()), folder]:

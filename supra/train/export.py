@@ -87,11 +87,21 @@ def stored_dtype(model_dir: Path) -> torch.dtype:
     return getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
 
 
+def exported_bytes(model_dir: Path) -> int:
+    """Size of the folder that `export_model` makes of `model_dir`, adapters left out."""
+    weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+    return weights + sum(path.stat().st_size for path in _the_rest(model_dir))
+
+
 def _copy_the_rest(model_dir: Path, folder: Path) -> None:
+    for path in _the_rest(model_dir):
+        shutil.copyfile(path, folder / path.name)
+
+
+def _the_rest(model_dir: Path) -> list[Path]:
     """Configuration, index, tokenizer, chat template, licence: all that is not weights or ours to write."""
-    for path in model_dir.iterdir():
-        if path.is_file() and path.suffix != ".safetensors" and path.name not in _OURS:
-            shutil.copyfile(path, folder / path.name)
+    files = [path for path in model_dir.iterdir() if path.is_file() and path.suffix != ".safetensors"]
+    return [path for path in files if path.name not in _OURS]
 
 
 def _write_documents(recipe: Recipe, model_dir: Path, folder: Path, training: dict[str, Any]) -> None:

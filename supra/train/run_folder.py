@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import shutil
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,41 @@ def _create(run_dir: Path, recipe_yaml: str, run_json: str) -> None:
         os.rename(partial, run_dir)  # also onto an empty folder
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def skipped_steps(run_dir: Path) -> frozenset[int]:
+    """The steps, counted over all stages from 1, that the run leaves out."""
+    return frozenset(json.loads((run_dir / "run.json").read_text()).get("skipped_steps", []))
+
+
+def skip_steps(run_dir: Path, steps: Iterable[int], recipe: Recipe, last_done: int) -> None:
+    """Record in `run.json` that the run leaves out further steps, so that every later resume does so too.
+
+    Raises:
+        UserError: a step is done already or is none of the run's, or a stage would be left without any.
+    """
+    skipped, first = skipped_steps(run_dir).union(steps), 1
+    total = sum(stage.num_steps for stage in recipe.stages)
+    for step in sorted(steps):
+        if recipe.stages[0].layerwise and step <= recipe.stages[0].num_steps:
+            reason = "cannot be skipped: a layerwise stage meets it once in every layer"
+            raise UserError(f"step {step}", reason, "Start anew with a lower rate.")
+        if not last_done < step <= total:
+            known = "is done already" if 1 <= step <= last_done else f"is none of the run's {total}"
+            mend = (
+                f"Choose among {last_done + 1} to {total}."
+                if last_done < total
+                else "Leave out --skip-steps."
+            )
+            raise UserError(f"step {step}", f"cannot be skipped: it {known}", mend)
+    for stage in recipe.stages:
+        if skipped.issuperset(range(first, first + stage.num_steps)):
+            raise UserError(f"stage {stage.name}", "would be left without a step", "Skip fewer steps.")
+        first += stage.num_steps
+    path = run_dir / "run.json"
+    write_whole(
+        path, json.dumps({**json.loads(path.read_text()), "skipped_steps": sorted(skipped)}, indent=1)
+    )
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

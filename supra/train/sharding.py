@@ -69,6 +69,11 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def is_sharded_name(name: str) -> bool:
+    """Whether `shard` would shard the parameter of this name."""
+    return (".self_attn." in name or ".mlp." in name) and not is_new_parameter(name)
+
+
 def num_sharded_units(model: SupraForCausalLM) -> int:
     """How many blocks really are sharded."""
     return sum(isinstance(unit, FSDPModule) for unit in _units(model))

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from supra.config import Recipe
-from supra.errors import SupraError
-from supra.models import SupraForCausalLM
+from supra.models import SupraForCausalLM, is_new_parameter
 from supra.train import checkpoint
 from supra.train.data import Batch, derived_seed
+from supra.train.divergence import DivergedError, LossGuard
 from supra.train.ema import MovingAverage
 from supra.train.losses import NOTHING, StageLoss
 from supra.train.mixture import MixedData
@@ -28,25 +28,33 @@ from supra.train.window_dropout import dropout_probability, windows_dropped
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of one optimiser step; `grad_norm` is before clipping."""
+    """Figures of one optimiser step; gradient norms are before clipping, which multiplied them by `clip_factor`.
+
+    `new_grad_norm` is that of the new parameters where others train beside them, None elsewhere.
+    """
 
     loss: float
     grad_norm: float
+    new_grad_norm: float | None
+    clip_factor: float
     lr: float
     num_tokens: int
 
 
 def metrics_row(
-    stage: str, stage_step: int, step: int, result: StepResult, tokens_per_second: float
+    stage: str, stage_step: int, step: int, total_tokens: int, result: StepResult, tokens_per_second: float
 ) -> dict[str, Any]:
-    """A step's line in `metrics.jsonl`; `step` counts over all stages."""
+    """A step's line in `metrics.jsonl`; `step` and `total_tokens` count over all stages."""
     return {
         "step": step,
         "stage": stage,
         "stage_step": stage_step,
         "tokens": result.num_tokens,
+        "total_tokens": total_tokens,
         "loss": result.loss,
         "grad_norm": result.grad_norm,
+        "new_grad_norm": result.new_grad_norm,
+        "clip_factor": round(result.clip_factor, 6),
         "lr": result.lr,
         "tokens_per_second": round(tokens_per_second, 1),
     }
@@ -72,6 +80,7 @@ class StageRunner:
         self.sharded = is_sharded(student)
         self.average = MovingAverage(self.stage.ema, self.trainable.parameters) if self.stage.ema else None
         self.loss = StageLoss(self.stage, student, teacher, accelerator)
+        self.guard = LossGuard()  # of losses that are not finite
         student.train()
         if self.stage.activation_checkpointing:
             student.activation_checkpointing_enable()
@@ -81,24 +90,23 @@ class StageRunner:
     def num_micro_batches(self) -> int:
         return self.stage.sequences_per_step // self.stage.micro_batch_size
 
-    def batches(self, step: int, limit: int | None = None) -> list[Batch]:
-        """The micro-batches of one step (the first `limit` of them)."""
-        first, size = step * self.stage.sequences_per_step, self.stage.micro_batch_size
+    def batches(self, step: int, limit: int | None = None, rows: int | None = None) -> list[Batch]:
+        """The micro-batches of one step (the first `limit` of them, of `rows` sequences each)."""
+        first, size = step * self.stage.sequences_per_step, rows or self.stage.micro_batch_size
         numbers = range(self.num_micro_batches if limit is None else min(limit, self.num_micro_batches))
         return [self.data.batch(first + n * size, size).to(self.accelerator.device) for n in numbers]
 
-    def train_step(self, step: int, limit: int | None = None) -> StepResult:
-        """One optimiser step, a pure function of the state and `step`.
+    def train_step(self, step: int, limit: int | None = None, rows: int | None = None) -> StepResult:
+        """One optimiser step, a pure function of the state and `step`; `limit` and `rows` make it smaller.
 
         Raises:
-            SupraError: the loss or the gradient is not finite; the weights are not touched then.
+            DivergedError: the loss is not finite or the guard refuses it; the weights are not touched then.
         """
-        batches = self.batches(step, limit)
+        batches = self.batches(step, limit, rows)
         targets = self.loss.num_targets(batches)
         mine = [(number, batch, targets) for number, batch in self.processes.share(list(enumerate(batches)))]
-        if (
-            self.sharded
-        ):  # a block is gathered by all at once: who has less to do repeats what counts for nothing
+        if self.sharded:
+            # A block is gathered by all at once: who has less to do repeats what counts for nothing.
             mine += [(0, batches[0], NOTHING)] * (self.processes.rounds(len(batches)) - len(mine))
         self.accelerator.gradient_accumulation_steps = max(1, len(mine))
         total = torch.zeros((), device=self.accelerator.device)
@@ -114,18 +122,21 @@ class StageRunner:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         self.processes.sum_gradients(p for p in trained if not isinstance(p, DTensor))
         self.processes.sum(total)
-        grad_norm = clip_grad_norm(trained, self.stage.optimizer.grad_clip or math.inf)
-        loss, norm = float(total), float(grad_norm)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise self._not_finite(step, loss, norm, batches)
+        new_norm = self._new_grad_norm()
+        clip = self.stage.optimizer.grad_clip or math.inf
+        loss, norm = float(total), float(clip_grad_norm(trained, clip))
+        if problem := self.guard.problem(loss, norm):
+            raise self._diverged(step, problem, batches)
         multiplier = lr_multiplier(self.stage.optimizer, step, self.stage.num_steps)
         set_lr(self.optimizer, multiplier)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.update()
+        self.guard.passed(loss)
         num_tokens = sum(batch.input_ids.numel() for batch in batches)
-        return StepResult(loss, norm, self.stage.optimizer.lr * multiplier, num_tokens)
+        factor = min(1.0, clip / norm) if norm else 1.0
+        return StepResult(loss, norm, new_norm, factor, self.stage.optimizer.lr * multiplier, num_tokens)
 
     def _window_dropout(self, step: int, number: int) -> AbstractContextManager[None]:
         """The windows that micro-batch `number` of a step does without, whichever process it falls to."""
@@ -163,13 +174,21 @@ class StageRunner:
         self.accelerator.free_memory()
         del self.optimizer
 
-    def _not_finite(self, step: int, loss: float, norm: float, batches: list[Batch]) -> SupraError:
+    def _new_grad_norm(self) -> float | None:
+        parameters = self.trainable.parameters
+        new = [p.grad for name, p in parameters.items() if is_new_parameter(name) and p.grad is not None]
+        if not new or len(new) == len(parameters):
+            return None
+        return float(nn.utils.get_total_norm(new))
+
+    def _diverged(self, step: int, problem: str, batches: list[Batch]) -> DivergedError:
         rows = [":".join(map(str, ids)) for batch in batches for ids in batch.sequence_ids]
         shown = ", ".join(rows[:8]) + ("…" if len(rows) > 8 else "")
-        return SupraError(
+        return DivergedError(
             f"stage {self.stage.name}, step {step + 1}",
-            f"loss {loss}, gradient norm {norm}; sequences (component:epoch:number) {shown}",
-            "Lower the learning rate or set grad_clip",
+            f"{problem}; sequences (component:epoch:number) {shown}",
+            "The weights are those before this step",
+            stage=self.stage.name,
         )
 
 

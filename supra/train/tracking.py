@@ -1,9 +1,10 @@
 """What a run says of itself: metrics as JSON lines, and progress on stderr."""
 
 import json
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ _QUIET_SECONDS = 20.0  # between lines where there is no terminal to draw a bar 
 class Metrics:
     """`metrics.jsonl`: one line a step, in order, no step twice.
 
-    `last_step`: on resume, lines after this step are dropped; they belong to work that is done again.
+    `keep`: on resume, lines from the first that it does not keep are dropped; they belong to work that is done again.
     """
 
-    def __init__(self, path: Path, *, last_step: int) -> None:
-        kept = b"".join(_lines_until(path, last_step)) if path.exists() else b""
+    def __init__(self, path: Path, *, keep: Callable[[dict[str, Any]], bool]) -> None:
+        kept = b"".join(_whole_lines(path, keep)) if path.exists() else b""
         beside = path.with_suffix(".partial")
         beside.write_bytes(kept)
         os.replace(beside, path)
@@ -42,15 +43,17 @@ class Metrics:
         self._file.close()
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All rows of a run's `metrics.jsonl`."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+def read_metrics(run_dir: Path, *, last_step: float = math.inf) -> list[dict[str, Any]]:
+    """The rows of a run's `metrics.jsonl` up to a step, of one that is still written too: none before it begins."""
+    path = run_dir / "metrics.jsonl"
+    lines = _whole_lines(path, lambda row: bool(row["step"] <= last_step)) if path.exists() else ()
+    return [json.loads(line) for line in lines]
 
 
-def _lines_until(path: Path, last_step: int) -> Iterator[bytes]:
+def _whole_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> Iterator[bytes]:
     for line in path.read_bytes().splitlines(keepends=True):
         try:
-            if json.loads(line)["step"] > last_step or not line.endswith(b"\n"):
+            if not line.endswith(b"\n") or not keep(json.loads(line)):
                 return
         except (ValueError, KeyError):
             return  # a line cut short by a crash

@@ -1,6 +1,7 @@
 """What a stage trains: chooses the parameters, wraps projections in LoRA, and folds LoRA away again."""
 
 import difflib
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -161,7 +162,9 @@ def _add_lora(lora: Lora, student: SupraForCausalLM, seed: int) -> PeftModel:
         target_modules=_lora_targets(lora, student),
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        # peft probes a name that transformers has deprecated
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
         torch.manual_seed(seed)
         wrapped = get_peft_model(student, config)
     assert isinstance(wrapped, PeftModel)

@@ -7,182 +7,32 @@ Notable:
   bad input leaves nothing behind.
 """
 
-import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
+import torch
 from torch import Tensor
 
-from supra.config import Conversion, Data, Recipe, Stage
+from supra.config import Recipe
 from supra.console import speaks
-from supra.errors import SupraError, UserError
-from supra.loading import load_model, load_outline
-from supra.models import SupraConfig, SupraForCausalLM
-from supra.train import checkpoint
+from supra.errors import SupraError
+from supra.models import SupraForCausalLM
+from supra.train import checkpoint, run_folder
 from supra.train.checkpoint import Checkpoint, Position
-from supra.train.data import derived_seed
+from supra.train.divergence import DivergedError, LossGuard
 from supra.train.export import export_model
 from supra.train.layerwise import transfer_layerwise
-from supra.train.mixture import MixedData, Mixture
-from supra.train.parallel import Processes
-from supra.train.precision import Precision, make_accelerator
+from supra.train.prepare import Prepared, prepare
 from supra.train.run_folder import check_new_or_resumed, open_run
-from supra.train.sharding import load_sharded, num_sharded_units, whole_on_cpu
+from supra.train.sharding import whole_on_cpu
 from supra.train.stage import StageRunner, StepResult, changed_tensors, metrics_row, put_tensors
-from supra.train.streaming import TokenStream
 from supra.train.teacher import build_teacher, without_adapters
-from supra.train.token_store import TokenStore
-from supra.train.tokens import load_tokens
+from supra.train.trackers import Trackers
 from supra.train.tracking import Metrics, Reporter, read_metrics
-from supra.train.trainable import check_trainable
 
 StageCallback = Callable[[str, SupraForCausalLM], None]
-
-
-@dataclass
-class Prepared:
-    """All that a run needs, checked and loaded; nothing is written yet but the token cache."""
-
-    recipe: Recipe
-    model_dir: Path
-    student: SupraForCausalLM
-    accelerator: Accelerator
-    precision: Precision
-    backend: str
-    texts: list[MixedData]  # one a stage
-
-    @property
-    def processes(self) -> Processes:
-        return Processes(self.accelerator)
-
-    def load_student(self) -> None:
-        """The weights themselves, in place of the outline.
-
-        Raises:
-            SupraError: they were to be sharded and are not.
-        """
-        if self.recipe.strategy == "fsdp2":
-            device, config = self.accelerator.device, self.student.config
-            self.student = load_sharded(self.model_dir, config, device, self.backend)
-            if num_sharded_units(self.student) != 2 * config.num_hidden_layers:
-                raise SupraError("strategy fsdp2", "the layers were not sharded", "Use strategy=ddp.")
-            return
-        device = str(self.accelerator.device.type)
-        self.student = load_model(
-            self.model_dir, device=device, dtype="float32", backend=self.backend, tokenizer=False
-        ).model
-
-    @property
-    def data_keys(self) -> dict[str, str]:
-        return {
-            stage.name: text.mixture.key for stage, text in zip(self.recipe.stages, self.texts, strict=True)
-        }
-
-    def training_facts(self, run_dir: Path) -> dict[str, Any]:
-        """What the exported model's card and `supra.json` say of the training."""
-        rows, stages = read_metrics(run_dir), []
-        for stage in self.recipe.stages:
-            # A layerwise stage has a row of each step for every layer.
-            losses = [
-                statistics.fmean(
-                    row["loss"] for row in rows if (row["stage"], row["stage_step"]) == (stage.name, step)
-                )
-                for step in (1, stage.num_steps)
-            ]
-            stages.append(
-                {
-                    "name": stage.name,
-                    "trainable": stage.trainable,
-                    "loss": stage.loss,
-                    "steps": stage.num_steps,
-                    "tokens": stage.num_steps * stage.tokens_per_step,
-                    "first_loss": losses[0],
-                    "last_loss": losses[1],
-                }
-            )
-        return {
-            "seed": self.recipe.seed,
-            "tokens_trained": sum(stage["tokens"] for stage in stages),
-            "precision": str(self.precision),
-            "device": str(self.accelerator.device),
-            "backend": self.backend,
-            "processes": self.processes.count,
-            "stages": stages,
-        }
-
-    def describe(self) -> str:
-        """One line naming what runs."""
-        count = self.processes.count
-        together = f"{count} processes · strategy {self.recipe.strategy} · " if count > 1 else ""
-        return (
-            f"{together}device {self.accelerator.device} · dtype {self.precision} · backend {self.backend} · "
-            f"attention {self.student.config._attn_implementation}"
-        )
-
-
-def prepare(recipe: Recipe, model_dir: Path, reporter: Reporter) -> Prepared:
-    """Load the model and the tokens, and check that they fit the recipe.
-
-    Raises:
-        UserError: the model is not converted or not as the recipe says, or the text is missing or too short.
-    """
-    accelerator, precision = make_accelerator(recipe)
-    # A layerwise stage does without the whole model, and a sharded one is read in shards: the outline will do so far.
-    later = recipe.stages[0].layerwise or recipe.strategy == "fsdp2"
-    load = load_outline if later else partial(load_model, dtype="float32")
-    loaded = load(model_dir, device=str(accelerator.device.type), backend=recipe.backend)
-    if not isinstance(loaded.model, SupraForCausalLM):
-        raise UserError(str(model_dir), "it is not a converted model", "Run `supra convert` first.")
-    check_conversion(recipe.conversion, loaded.model.config)
-    datas = [stage.data or recipe.data for stage in recipe.stages]
-    loaded_texts: dict[Data, TokenStore | TokenStream] = {}
-    for part in dict.fromkeys(part for data in datas for part in data.components()):
-        with accelerator.main_process_first():  # the others find the cache it wrote
-            loaded_texts[part] = _load_text(part, loaded.tokenizer, reporter)
-        text = loaded_texts[part]
-        ids = len(loaded.tokenizer) if isinstance(text, TokenStream) else int(text.tokens.max()) + 1
-        if ids > loaded.model.config.vocab_size:
-            raise UserError(
-                str(model_dir), "its tokenizer has more tokens than the model", "Convert it again."
-            )
-    texts: list[MixedData] = []
-    for index, (stage, data) in enumerate(zip(recipe.stages, datas, strict=True)):
-        check_trainable(stage, loaded.model)
-        mixture = Mixture(tuple(loaded_texts[part] for part in data.components()), data.shares())
-        check_length(stage, mixture)
-        with accelerator.main_process_first():
-            texts.append(
-                MixedData(
-                    mixture,
-                    length=stage.length,
-                    seed=derived_seed(recipe.seed, index),
-                    makes_shards=accelerator.is_local_main_process,
-                )
-            )
-    return Prepared(recipe, model_dir, loaded.model, accelerator, precision, loaded.backend, texts)
-
-
-def _load_text(data: Data, tokenizer: Any, reporter: Reporter) -> TokenStore | TokenStream:
-    if data.streaming:
-        return TokenStream(data, tokenizer)
-    return load_tokens(data, tokenizer, report=reporter.say)
-
-
-def check_length(stage: Stage, mixture: Mixture) -> None:
-    """Raise a UserError if a text that is not streamed has less than one sequence of the stage."""
-    for number, store in enumerate(mixture.stores):
-        if isinstance(store, TokenStore) and len(store.tokens) < stage.length:
-            which = f"component {number} of the mixture" if len(mixture.stores) > 1 else "the text"
-            raise UserError(
-                f"stages.{stage.name}.length = {stage.length}",
-                f"{which} has {len(store.tokens)} tokens, less than one sequence",
-                "Add text or lower the length.",
-            )
 
 
 def run_training(
@@ -191,28 +41,35 @@ def run_training(
     run_dir: str | Path,
     *,
     resume: bool = False,
+    skip_steps: Sequence[int] = (),
     on_stage_end: StageCallback | None = None,
     reporter: Reporter | None = None,
 ) -> Path:
     """Train `model_dir` by `recipe` in `run_dir` and return the folder of the trained model, `run_dir/model`.
 
-    `on_stage_end(stage name, model)` sees the model in eval mode after each stage, adapters merged. A run
-    that was killed around the end of a stage may call it again for that stage.
+    `skip_steps` are left out, now and by every later resume: they count, and nothing is trained in them.
+
+    `on_stage_end(stage name, model)` sees the model in eval mode after each stage (but a layerwise one, which never
+    has it whole), adapters merged. A run that was killed around the end of a stage may call it again for that stage.
 
     Raises:
         UserError: the folder is used or empty (see `resume`), or recipe, model and text do not fit together.
-        SupraError: the loss is not finite, the disk is full, every checkpoint is damaged.
+        DivergedError: a loss is not finite, or larger than a stage's `max_loss_ratio` allows.
+        SupraError: the disk is full, every checkpoint is damaged.
     """
     model_dir, run_dir = Path(model_dir), Path(run_dir)
     reporter = reporter or Reporter()
     if not speaks():
         reporter = Reporter.silent()
     check_new_or_resumed(run_dir, resume)
-    prepared = prepare(recipe, model_dir, reporter)
+    prepared = prepare(recipe, model_dir, run_dir, reporter)
     processes = prepared.processes
     processes.wait()  # all have checked the folder before one writes there
     lock = processes.on_main(lambda: open_run(run_dir, recipe, model_dir, prepared.data_keys))
     try:
+        if skip_steps:
+            last_done = checkpoint.newest_step(run_dir)
+            processes.on_main(lambda: run_folder.skip_steps(run_dir, skip_steps, recipe, last_done))
         if (run_dir / "model").exists():
             reporter.say(f"this run is finished: {run_dir / 'model'}")
             return run_dir / "model"
@@ -220,53 +77,29 @@ def run_training(
         if recipe.stages[0].layerwise:
             transfer_layerwise(prepared, run_dir, reporter)
             if len(recipe.stages) == 1:
-                return export_transferred(prepared, run_dir)
-        if prepared.student.device.type == "meta":
-            prepared.load_student()
+                return _export_transferred(prepared, run_dir)
+        prepared.load_student()
         return _Run(prepared, run_dir, reporter, on_stage_end).run()
     finally:
         if lock is not None:
             lock.close()
 
 
-def check_conversion(conversion: Conversion, config: SupraConfig) -> None:
-    """Raise a UserError that names each field in which the model differs from the recipe's conversion."""
-    wanted = conversion.resolve()
-    kept = tuple(i for i, kind in enumerate(config.layer_types or []) if kind != "linear_attention")
-    pairs = {
-        "feature_map": (wanted.feature_map, config.feature_map),
-        "taylor_dim": (wanted.taylor_dim, config.taylor_dim),
-        "rope": (wanted.rope, config.rope_position),
-        "decay": (wanted.decay, config.decay),
-        "decay_shared": (wanted.decay_shared, config.decay_shared),
-        "norm": (wanted.norm, config.attention_norm),
-        "norm_affine": (wanted.norm_affine, config.group_norm_affine),
-        "window": (wanted.window, config.window),
-        "num_sink_tokens": (wanted.num_sink_tokens, config.num_sink_tokens),
-        "keep_softmax": (wanted.keep_softmax, kept),
-    }
-    differing = [
-        f"conversion.{name} is {a!r}, the model's is {b!r}" for name, (a, b) in pairs.items() if a != b
-    ]
-    if differing:
-        raise UserError(
-            "the model",
-            f"it was not converted by this recipe: {'; '.join(differing)}",
-            "Convert it with the recipe.",
-        )
-
-
-def export_transferred(prepared: Prepared, run_dir: Path) -> Path:
-    """The model of a run that was one layerwise stage: the conversion's files with the new tensors replaced."""
+def _export_transferred(prepared: Prepared, run_dir: Path) -> Path:
+    """The model of a run that was one layerwise stage."""
     saved = checkpoint.load_newest(run_dir, lambda _: None)
     assert saved is not None
+    return _export(prepared, run_dir, saved.model, None)
+
+
+def _export(prepared: Prepared, run_dir: Path, tensors: dict[str, Tensor], adapters: Any) -> Path:
     return export_model(
-        saved.model,
-        None,
+        tensors,
+        adapters,
         recipe=prepared.recipe,
         model_dir=prepared.model_dir,
         target=run_dir / "model",
-        training=prepared.training_facts(run_dir),
+        training=prepared.training_facts(run_dir, run_folder.skipped_steps(run_dir)),
     )
 
 
@@ -280,6 +113,9 @@ class _Run:
         self.on_stage_end, self.processes = on_stage_end, prepared.processes
         self.recipe, self.student = prepared.recipe, prepared.student
         self.ever_trained: set[str] = set()
+        self.skipped = run_folder.skipped_steps(run_dir)
+        self.metrics: Metrics | None = None  # in the main process, as are the trackers
+        self.trackers: Trackers | None = None
         self.adapters: Any = None  # of the last stage, where they are kept
 
     def run(self) -> Path:
@@ -292,21 +128,33 @@ class _Run:
             self.reporter.say(f"resuming from {saved.path.name}")
             put_tensors(self.student, saved.model)
             self.ever_trained = set(saved.model)
+        written = read_metrics(self.run_dir)
+        rows = [row for row in written if row["step"] <= position.global_step]
+        self.total_tokens = rows[-1]["total_tokens"] if rows else 0
+        last_step = position.global_step
         self.processes.wait()  # all have read before one writes
-        path = self.run_dir / "metrics.jsonl"
-        self.metrics = Metrics(path, last_step=position.global_step) if self.processes.is_main else None
+        if self.processes.is_main:
+            path = self.run_dir / "metrics.jsonl"
+            self.metrics = Metrics(path, keep=lambda row: bool(row["step"] <= last_step))
+            last_sent = written[-1]["step"] if written else 0
+            self.trackers = Trackers(self.prepared.accelerator, self.recipe, self.run_dir, last_sent)
         try:
             for index in range(position.stage, len(self.recipe.stages)):
-                position = self._run_stage(index, position, saved)
+                losses = [row["loss"] for row in rows if row["stage"] == self.recipe.stages[index].name]
+                position = self._run_stage(index, position, saved, losses)
                 saved = None
         finally:
             if self.metrics is not None:
                 self.metrics.close()
+            if self.trackers is not None:
+                self.trackers.close()
         tensors = changed_tensors(self.student, self.ever_trained)
-        self.processes.on_main(lambda: self._export(tensors))
+        self.processes.on_main(lambda: _export(self.prepared, self.run_dir, tensors, self.adapters))
         return self.run_dir / "model"
 
-    def _run_stage(self, index: int, position: Position, saved: Checkpoint | None) -> Position:
+    def _run_stage(
+        self, index: int, position: Position, saved: Checkpoint | None, losses: list[float]
+    ) -> Position:
         stage = self.recipe.stages[index]
         if all(s.loss == "ce" for s in self.recipe.stages[index:]):
             self.teacher = None  # nobody needs it any more
@@ -314,32 +162,48 @@ class _Run:
         runner = StageRunner(
             self.recipe, index, self.student, self.teacher, prepared.accelerator, prepared.texts[index]
         )
+        runner.guard = LossGuard(stage.max_loss_ratio, losses)
         if saved and position.step:
             runner.restore(saved)
         self.ever_trained |= {without_adapters(n) for n in runner.trainable.parameters if ".lora_" not in n}
         with self.reporter.stage(stage.name, done=position.step, num_steps=stage.num_steps) as progress:
             while position.step < stage.num_steps:
-                start = time.monotonic()
-                result = self._step(runner, position)
-                position = Position(index, position.step + 1, position.global_step + 1)
-                rate = result.num_tokens / (time.monotonic() - start)
-                self._record(stage.name, position, result, rate)
-                progress.step(position.step, loss=result.loss, tokens_per_second=rate)
+                before, position = position, Position(index, position.step + 1, position.global_step + 1)
+                if position.global_step in self.skipped:
+                    self.reporter.say(f"{stage.name} {position.step}/{stage.num_steps} · skipped, as asked")
+                else:
+                    start = time.monotonic()
+                    result = self._step(runner, before)
+                    rate = result.num_tokens / (time.monotonic() - start)
+                    self._record(stage.name, position, result, rate)
+                    progress.step(position.step, loss=result.loss, tokens_per_second=rate)
                 if position.step % stage.checkpoint_every_steps == 0 or position.step == stage.num_steps:
                     self._save(position, runner)
         return self._end_stage(runner, position)
 
     def _record(self, stage: str, position: Position, result: StepResult, rate: float) -> None:
+        self.total_tokens += result.num_tokens
+        row = metrics_row(stage, position.step, position.global_step, self.total_tokens, result, rate)
         if self.metrics is not None:
-            self.metrics.write(metrics_row(stage, position.step, position.global_step, result, rate))
+            self.metrics.write(row)
+        if self.trackers is not None:
+            self.trackers.log(row)
 
     def _step(self, runner: StageRunner, position: Position) -> StepResult:
         try:
             return runner.train_step(position.step)
-        except SupraError as error:
-            newest = checkpoint.newest(self.run_dir)
+        except DivergedError as error:
+            newest, number = checkpoint.newest(self.run_dir), position.global_step + 1
             last = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
-            raise SupraError(error.thing, error.reason, f"{error.mend}; {last}.") from None
+            thing = f"{error.thing} (step {number} of the run)"
+            mend = f"{error.mend}; {last}."
+            raise DivergedError(thing, error.reason, mend, stage=error.stage, global_step=number) from None
+        except torch.OutOfMemoryError:
+            raise SupraError(
+                f"stage {runner.stage.name}",
+                f"a step does not fit in the memory of {self.prepared.accelerator.device}",
+                "Lower micro_batch_size or length, or train adapters instead of all, in another run folder.",
+            ) from None
 
     def _end_stage(self, runner: StageRunner, position: Position) -> Position:
         index, last = runner.index, runner.index == len(self.recipe.stages) - 1
@@ -369,14 +233,4 @@ class _Run:
             lambda: checkpoint.save(
                 self.run_dir, position, model=model, adapters=adapters, moments=moments, average=average
             )
-        )
-
-    def _export(self, tensors: dict[str, Tensor]) -> Path:
-        return export_model(
-            tensors,
-            self.adapters,
-            recipe=self.recipe,
-            model_dir=self.prepared.model_dir,
-            target=self.run_dir / "model",
-            training=self.prepared.training_facts(self.run_dir),
         )

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from supra.config import Recipe
 from supra.errors import SupraError, UserError
 from supra.models import is_new_parameter
-from supra.train import run_training
+from supra.train import dry_run, run_training
 from supra.train.layerwise import hidden_states as hidden_states_module
 from supra.train.layerwise import transfer as transfer_module
 from supra.train.layerwise.hidden_states import HiddenStates
@@ -69,7 +69,7 @@ def test_layers_alone_learn_what_they_learn_together(
             assert torch.equal(alone, start[name]), f"{name} is the teacher's"
     rows = {layerwise: read_metrics(tmp_path / str(layerwise)) for layerwise in (True, False)}
     assert [row["layer"] for row in rows[True]] == [0] * 4 + [1] * 4 + [3] * 4
-    assert [row["step"] for row in rows[True]] == list(range(1, 13))
+    assert [row["step"] for row in rows[True]] == [1, 2, 3, 4] * 3
     for step, together in enumerate(rows[False], start=1):
         alone = [row["loss"] for row in rows[True] if row["stage_step"] == step]
         assert sum(alone) / 3 == pytest.approx(together["loss"], rel=1e-3)
@@ -143,17 +143,48 @@ def test_the_whole_model_is_never_loaded(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("supra.train.trainer.load_model", refuse)
+    monkeypatch.setattr("supra.train.prepare.load_model", refuse)
     assert (run_training(recipe(tiny, text_file), model, tmp_path / "run") / "config.json").exists()
 
 
-def test_a_small_disk_is_named_before_the_first_step(
-    tiny: ModuleType, model: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_cannot_hold_the_hidden_states_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(hidden_states_module.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(SupraError, match=r"of hidden states do not fit into 0\.00 GB of free disk"):
-        run_training(recipe(tiny, text_file), model, tmp_path / "run")
+    HiddenStates(tmp_path / "fits", (1, 5, 10), torch.float32, create_count=5).close()
+    with pytest.raises(SupraError, match=r"0\.00 GB of hidden states do not fit into 0\.00 GB of free disk"):
+        HiddenStates(tmp_path / "does-not", (1, 5, 10), torch.float32, create_count=6)
+
+
+def test_the_dry_run_foresees_disk_and_probes_one_layer(
+    tiny: ModuleType, model: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "supra.train.prepare.load_model", lambda *args, **kwargs: pytest.fail("the model was loaded")
+    )
+    plan = dry_run(recipe(tiny, text_file), model, tmp_path / "run")
+    assert plan.seconds is not None and plan.stages[0].seconds_per_step is not None
+    assert plan.stages[0].seconds is not None
+    assert plan.stages[0].seconds > 3 * 4 * plan.stages[0].seconds_per_step, "four steps in three layers"
+    assert not (tmp_path / "run").exists()
+    largest = 0
+    original = HiddenStates.finish
+
+    def finish(states: HiddenStates) -> None:
+        nonlocal largest
+        original(states)
+        largest = max(largest, sum(f.stat().st_size for f in (tmp_path / "run").rglob("*") if f.is_file()))
+
+    monkeypatch.setattr(HiddenStates, "finish", finish)
+    run_training(recipe(tiny, text_file), model, tmp_path / "run")
+    left = sum(file.stat().st_size for file in (tmp_path / "run").rglob("*") if file.is_file())
+    assert left == pytest.approx(plan.disk_bytes, rel=0.2)
+    assert largest <= plan.peak_disk_bytes
+    weights_of_layer = sum(x.numel() for n, x in weights(model).items() if ".layers.0." in n) * 4
+    assert weights_of_layer < plan.memory_bytes < 2 * weights_of_layer, (
+        "one layer, not four and the embedding"
+    )
 
 
 def test_files_that_do_not_hold_the_model_are_named(

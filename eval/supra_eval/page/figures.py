@@ -32,6 +32,7 @@ COLOURS = {
 }
 FURTHER_COLOURS = ("#d97706", "#db2777", "#65a30d", "#6366f1", "#b45309")
 MARKERS = "osD^vPX*<>"
+MOST_MARKERS = 40  # points of a curve, beyond which it is a plain line
 LOG_FACTOR = 50  # y is logarithmic where its values span more than this
 _WIDTH, _HEIGHT, _LEGEND_LINE, _DPI = 5.0, 3.6, 0.3, 144
 _STYLE: dict[Any, Any] = {
@@ -71,7 +72,8 @@ def draw_curves(kind: str, key: PlotKey, lines: Sequence[tuple[str, str, Curve]]
         handles, xs, ys = [], set[float](), []
         for i, (_, _, curve) in enumerate(lines):
             x, y = _numbers(curve.x), _numbers(curve.y)
-            (line,) = axes.plot(x, y, marker=MARKERS[i % len(MARKERS)], color=colours[i], linewidth=2)
+            marker = MARKERS[i % len(MARKERS)] if len(x) <= MOST_MARKERS else ""
+            (line,) = axes.plot(x, y, marker=marker, color=colours[i], linewidth=2)
             if curve.stderr is not None:
                 errors = _numbers(curve.stderr)
                 low = [value - error for value, error in zip(y, errors, strict=True)]
@@ -80,6 +82,7 @@ def draw_curves(kind: str, key: PlotKey, lines: Sequence[tuple[str, str, Curve]]
             handles.append(line)
             xs |= {value for value in x if math.isfinite(value)}
             ys += [value for value in y if math.isfinite(value)]
+        _mark(axes, [curve for _, _, curve in lines])
         _scale_x(axes, sorted(xs), any(curve.log_x for _, _, curve in lines))
         _scale_y(axes, ys, is_fraction=unit_of(kind, y_label).scale == 100)
         axes.set_xlabel(_wrapped(x_label, 34))
@@ -215,6 +218,13 @@ def _scale_y(axes: Any, ys: list[float], is_fraction: bool) -> None:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     else:
         axes.ticklabel_format(axis="y", useOffset=False)
+
+
+def _mark(axes: Any, curves: Sequence[Curve]) -> None:
+    """A dotted line with its name at each place that any of the curves marks."""
+    for name, x in dict.fromkeys(mark for curve in curves for mark in (curve.marks or {}).items()):
+        axes.axvline(x, color=INK, alpha=0.4, linewidth=1, linestyle=":")
+        axes.annotate(_short(name, 14), (x, 1), xycoords=("data", "axes fraction"), va="bottom", fontsize=12)
 
 
 def _spread(values: list[Any], most: int) -> list[Any]:

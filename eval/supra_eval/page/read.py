@@ -1,4 +1,4 @@
-"""Reading a run for the page: what `supra eval` wrote, or the demo's own `results.json`, checked before it is drawn."""
+"""Reading a run for the page: what `supra eval`, `supra demo` or `supra train` wrote, checked before it is drawn."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ import yaml
 from supra.errors import UserError
 from supra_eval.results import RESULTS_NAME, Curve, EvalRun, Grid, Score, read_run
 
-_MEND = "Give a folder that `supra eval -o` or `supra demo` wrote"
+from .training import is_training_run, training_run
+
+_MEND = "Give a folder that `supra eval -o`, `supra demo` or `supra train` wrote"
 
 
 def read_any(path: Path) -> EvalRun:
-    """Read the `results.json` of an evaluation or of a demo, or the one in a folder.
+    """Read the `results.json` of an evaluation or of a demo, the one in a folder, or a training run's folder.
 
     Raises:
         UserError: it is missing, no JSON, neither's result, or holds something else than numbers where they belong.
     """
+    if is_training_run(path) and not (path / RESULTS_NAME).exists():
+        return training_run(path)
     file = path / RESULTS_NAME if path.is_dir() else path
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -41,12 +45,16 @@ def read_any(path: Path) -> EvalRun:
 
 
 def run_folders(paths: Sequence[Path]) -> list[Path]:
-    """Each path, or the folders right below it that hold a result, where it holds none itself."""
+    """Each path, or the folders right below it that hold a result or a training run, where it holds none itself."""
     found: list[Path] = []
     for path in paths:
-        below = sorted(file.parent for file in path.glob(f"*/{RESULTS_NAME}"))
-        found += below if below and not (path / RESULTS_NAME).exists() else [path]
+        below = [] if _holds_run(path) else [child for child in sorted(path.glob("*")) if _holds_run(child)]
+        found += below or [path]
     return found
+
+
+def _holds_run(path: Path) -> bool:
+    return (path / RESULTS_NAME).exists() or is_training_run(path)
 
 
 def demo_run(results: dict[str, Any], folder: Path) -> EvalRun:
@@ -107,6 +115,8 @@ def _problem(run: EvalRun) -> str | None:
     for curve in run.curves:
         if not _are_numbers([*curve.x, *curve.y, *(curve.stderr or [])]):
             return f"holds a curve {curve.name} with something else than numbers"
+        if curve.marks is not None and not _are_numbers(curve.marks.values()):
+            return f"holds a curve {curve.name} whose marks are no numbers"
         if len({len(curve.x), len(curve.y), len(curve.stderr or curve.x)}) != 1:
             return f"holds a curve {curve.name} whose x, y and errors differ in length"
     for grid in run.grids:

@@ -12,8 +12,10 @@ from supra_eval.results import EvalRun
 from .figures import Figure, draw_curves, draw_grids, slug_of
 from .merge import Column, Group, Merged, columns_of, merge, short_names
 from .tables import Table, make_table
+from .training import KIND
 
 TITLES = {
+    KIND: "Training",
     "perplexity": "Perplexity",
     "tasks": "Tasks",
     "scrolls": "SCROLLS: long documents",
@@ -89,11 +91,14 @@ def make_page(runs: Sequence[tuple[Path, EvalRun]], title: str | None) -> Page:
     for run, label in zip(merged.runs, merged.run_labels, strict=True):
         if run.recipe:
             recipes.setdefault(run.recipe, []).append(label)
-    count = f"{len(runs)} evaluation runs" if len(runs) > 1 else "one evaluation run"
+    only_training = all(run.kind == KIND for run in merged.runs)
+    what = "training" if only_training else "evaluation"
+    count = f"{len(runs)} {what} runs" if len(runs) > 1 else f"one {what} run"
+    spent = "training" if only_training else "measuring"
     seconds = sum(run.seconds for run in merged.runs)
     return Page(
-        title or f"Evaluation of {', '.join(names)}",
-        f"{len(merged.labels)} models, {count}, {duration(seconds)} of measuring.",
+        title or f"{what.capitalize()} of {', '.join(names)}",
+        f"{len(merged.labels)} models, {count}, {duration(seconds)} of {spent}.",
         _failures(merged),
         [section for section in sections if section.table or section.figures or section.notes],
         _model_lines(merged),

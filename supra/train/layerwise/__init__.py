@@ -1,5 +1,5 @@
 """Attention transfer of one layer at a time: a model of any size in the memory of its largest layer."""
 
-from supra.train.layerwise.transfer import transfer_layerwise
+from supra.train.layerwise.transfer import LayerwiseTransfer, transfer_layerwise
 
-__all__ = ["transfer_layerwise"]
+__all__ = ["LayerwiseTransfer", "transfer_layerwise"]
