@@ -33,9 +33,16 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "TOKENS", 70)
 
 
-@pytest.mark.usefixtures("short")
-def test_doctor_checks_every_operator_of_every_backend() -> None:
-    report = doctor.examine()
+@pytest.fixture(scope="module")
+def examined() -> doctor.Examination:
+    """One examination of this machine, for the tests that only read it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "TOKENS", 70)
+        return doctor.examine()
+
+
+def test_doctor_checks_every_operator_of_every_backend(examined: doctor.Examination) -> None:
+    report = examined
     checked = {check.backend: check for check in report.backends}
     assert {check.operator for check in checked["torch"].operators} == {*doctor.OPERATORS, *doctor.LAYERS}
     for check in (*checked["torch"].operators, *checked["reference"].operators):
@@ -60,15 +67,13 @@ def rendered(report: doctor.Examination) -> str:
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for a GPU here")
-@pytest.mark.usefixtures("short")
-def test_doctor_says_that_triton_is_interpreted() -> None:
+def test_doctor_says_that_triton_is_interpreted(examined: doctor.Examination) -> None:
     pytest.importorskip("triton")
-    report = doctor.examine()
-    check = next(check for check in report.backends if check.backend == "triton")
+    check = next(check for check in examined.backends if check.backend == "triton")
     assert check.status == "interpreted"
     assert [each.result for each in check.operators] == ["passed"] * 7
     assert all(each.milliseconds is None for each in check.operators)
-    assert "triton, interpreted" in rendered(report)
+    assert "triton, interpreted" in rendered(examined)
 
 
 def only(monkeypatch: pytest.MonkeyPatch, **backends: str) -> None:

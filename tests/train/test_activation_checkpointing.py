@@ -12,6 +12,7 @@ from torch import Tensor
 from supra.config import Data, Recipe
 from supra.loading import load_model
 from supra.models import SupraForCausalLM
+from supra.train.mixture import MixedData, Mixture
 from supra.train.stage import StageRunner
 from supra.train.teacher import build_teacher
 from supra.train.tokens import load_tokens
@@ -27,7 +28,8 @@ def run_step(
     student = loaded.model
     assert isinstance(student, SupraForCausalLM)
     store = load_tokens(Data(train=(str(text),)), loaded.tokenizer)
-    runner = StageRunner(recipe, 0, student, build_teacher(student), Accelerator(cpu=True), store)
+    data = MixedData(Mixture((store,), (1,)), length=recipe.stages[0].length, seed=0)
+    runner = StageRunner(recipe, 0, student, build_teacher(student), Accelerator(cpu=True), data)
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -103,14 +103,27 @@ def test_shards_train_as_the_whole_model_does(recipe: Path, model: Path, tmp_pat
     loaded = AutoModelForCausalLM.from_pretrained(shards / "model")
     assert torch.isfinite(loaded(torch.arange(8).unsqueeze(0)).logits).all(), "an ordinary checkpoint"
 
-    # Stopped in the middle of the last stage: the other strategy goes on, with another number of processes.
-    for run, other in ((shards, "ddp"), (whole, "fsdp2")):
-        shutil.rmtree(run / "model")
-        checkpoints = sorted((run / "checkpoints").iterdir())
-        shutil.rmtree(checkpoints[-1])
-        told = train(recipe, model, run, other, "--resume")
-        assert f"resuming from {checkpoints[-2].name}" in told
-        assert_moved_alike(run, wanted, start)
+    # Stopped in the middle of the last stage, and ended by one process that holds all.
+    go_on_as(recipe, model, shards, "ddp")
+    assert_moved_alike(shards, wanted, start)
+
+
+@pytest.mark.slow
+def test_shards_go_on_where_the_whole_model_stopped(recipe: Path, model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(recipe, model, run, "ddp")
+    wanted = weights(run / "model")
+    go_on_as(recipe, model, run, "fsdp2")
+    assert_moved_alike(run, wanted, weights(model))
+
+
+def go_on_as(recipe: Path, model: Path, run: Path, strategy: str) -> None:
+    """Take a finished run back to its last checkpoint but one, and resume it by another strategy."""
+    shutil.rmtree(run / "model")
+    checkpoints = sorted((run / "checkpoints").iterdir())
+    shutil.rmtree(checkpoints[-1])
+    told = train(recipe, model, run, strategy, "--resume")
+    assert f"resuming from {checkpoints[-2].name}" in told
 
 
 def test_one_process_has_nobody_to_share_with(tiny: ModuleType, text_file: Path) -> None:
