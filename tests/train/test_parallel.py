@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,9 +21,14 @@ from torch import nn
 from supra.config import Recipe
 from supra.errors import UserError
 from supra.train import parallel
+from supra.train.data import Batch
+from supra.train.losses import NOTHING, Targets
 from supra.train.parallel import Processes
 from supra.train.precision import make_accelerator
-from supra.train.tracking import read_metrics
+from supra.train.prepare import prepare
+from supra.train.stage import StageRunner
+from supra.train.teacher import build_teacher
+from supra.train.tracking import Reporter, read_metrics
 
 
 class Alone:
@@ -121,6 +127,60 @@ def test_every_item_of_a_step_falls_to_one_process(count: int) -> None:
     shares = [Processes(Alone(count, index)).share(items) for index in range(count)]  # type: ignore[arg-type]
     assert sorted(itertools.chain.from_iterable(shares)) == items
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+class CountingLoss:
+    """In the place of a stage's loss: counts the token ids of the micro-batches that count."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
+        self.calls = 0
+
+    def num_targets(self, batches: list[Batch]) -> Targets:
+        return Targets(1.0, 1.0, 1.0)
+
+    def __call__(self, batch: Batch, targets: Targets) -> torch.Tensor:
+        self.calls += 1
+        if targets != NOTHING:
+            self.counts.update(batch.input_ids.flatten().tolist())
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize(("count", "sharded"), [(2, False), (2, True), (5, False), (5, True)])
+def test_every_token_of_a_run_counts_once_whatever_the_number_of_processes(
+    tiny: ModuleType,
+    model_dir: Path,
+    text_file: Path,
+    tmp_path: Path,
+    count: int,
+    sharded: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three micro-batches a step: shares are uneven, and of five processes two have nothing to do."""
+    monkeypatch.setattr(Processes, "sum", lambda self, value: value)
+    monkeypatch.setattr(Processes, "sum_gradients", lambda self, parameters: None)
+    recipe = Recipe.model_validate(
+        tiny.raw_recipe(text_file, tiny.stage(tokens_per_step=96, total_tokens=96 * 30))
+    )
+    prepared = prepare(recipe, model_dir, tmp_path / "run", Reporter.silent())
+    teacher = build_teacher(prepared.student)
+    runner = StageRunner(recipe, 0, prepared.student, teacher, prepared.accelerator, prepared.texts[0])
+    runner.sharded = sharded
+
+    def run(count: int, index: int) -> CountingLoss:
+        loss = CountingLoss()
+        runner.loss = loss  # type: ignore[assignment]
+        runner.processes = Processes(Alone(count, index))  # type: ignore[arg-type]
+        for step in range(runner.stage.num_steps):
+            runner.train_step(step)
+        return loss
+
+    alone = run(1, 0)
+    assert alone.counts.total() == 96 * 30
+    shares = [run(count, index) for index in range(count)]
+    assert sum((share.counts for share in shares), Counter()) == alone.counts
+    calls = {share.calls for share in shares}
+    assert (len(calls) == 1) == sharded, "where weights are shared out, all call them equally often"
 
 
 def test_gradients_travel_in_buckets_and_missing_ones_count_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
