@@ -45,7 +45,10 @@ def recipe(tiny: ModuleType, text_file: Path, tmp_path: Path) -> Path:
         tiny.stage(**uneven, attention_target="before_o_proj"),
         tiny.stage(name="after", attention_target="after_o_proj", **uneven),
         tiny.stage(name="adapt", trainable="adapters", loss="ce", lora={"rank": 2, "dropout": 0.2}, **uneven),
-        tiny.stage(name="everything", trainable="all", loss="kl", **uneven),
+        tiny.stage(name="aligned", trainable="all", loss="hidden", **uneven),
+        tiny.stage(
+            name="everything", trainable="all", loss="kl", activation_checkpointing=True, ema=0.8, **uneven
+        ),
         tiny.stage(name="words", trainable="all", loss="ce", **uneven),
     ]
     path = tmp_path / "recipe.yaml"
