@@ -12,7 +12,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_the_tree_names_every_file() -> None:
     folders = ("supra", "kernels", "eval", "recipes", "docs")
     files = [
-        p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".yaml", ".md")
+        p
+        for folder in folders
+        for p in (ROOT / folder).rglob("*")
+        if p.suffix in (".py", ".sh", ".yaml", ".md")
     ]
     missing = [str(p.relative_to(ROOT)) for p in files if f"{p.relative_to(ROOT)}" not in README]
     assert not missing, "write one line on each"
