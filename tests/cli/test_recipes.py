@@ -1,23 +1,29 @@
-"""`supra recipes` for scripts: what it prints with --json, and how it exits."""
+"""`supra recipes` for scripts, and the commands that the shipped recipes give."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from supra import config
+from supra import config, recipe_io, recipes
 from supra.cli import app
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted(path.stem for path in recipe_io.shipped_folder().glob("*.yaml"))
 
 
 def test_show_gives_the_recipe_with_every_default() -> None:
     done = CliRunner().invoke(app, ["recipes", "show", "demo", "--json", "--set", "seed=7"])
     shown = json.loads(done.stdout)
     assert shown["seed"] == 7
-    left_open = {field for field, value in shown["conversion"].items() if value is None}
-    assert left_open == {"taylor_dim"}, "only the option of another feature map"
+    # Only `taylor` has dimensions to choose.
+    assert [field for field, value in shown["conversion"].items() if value is None] == ["taylor_dim"]
     recipe = config.load("demo", ["seed=7"])
     assert config.Recipe.model_validate(shown).stages == recipe.stages
 
@@ -48,3 +54,29 @@ def test_what_is_no_recipe_is_one_problem(text: str | None, tmp_path: Path) -> N
     assert done.exit_code == 2
     (problem,) = json.loads(done.stdout)["problems"]
     assert problem["reason"]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_recipes_command_can_be_given(name: str, parse: Any) -> None:
+    recipe = config.load(name)
+    if recipe.command.startswith("make "):
+        target = recipe.command.removeprefix("make ")
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        return
+    (first, convert), *trainings = [parse(shlex.split(part)) for part in recipe.command.split(" && ")]
+    assert (first, trainings[-1][1]["recipe"]) == ("convert", name)
+    converted = config.load(convert["recipe"]).conversion.resolve()
+    model = convert["out"]
+    for command, options in trainings:
+        trained = config.load(options["recipe"], options["overrides"])
+        assert (command, options["model"]) == ("train", model)
+        assert trained.conversion.resolve() == converted
+        model = options["out"] / "model"
+    assert ("torchrun" in recipe.command) >= (recipe.strategy == "fsdp2"), "it refuses a single process"
+
+
+def test_computed_hours_are_not_passed_off_as_measured() -> None:
+    for listing in recipes.ls():
+        if "H100-hours" in listing.cost:
+            assert "computed, not measured" in listing.cost, listing.name
+            assert "Ours: not run" in config.load(listing.name).expected, listing.name

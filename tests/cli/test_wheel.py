@@ -59,6 +59,8 @@ def test_the_installed_wheel_is_the_one_that_runs(installed: Path, tmp_path: Pat
 def test_version_and_recipes(installed: Path, tmp_path: Path) -> None:
     assert run(installed, "--version", cwd=tmp_path).stdout.startswith("supra ")
     assert "hedgehog-window" in run(installed, "recipes", "ls", cwd=tmp_path).stdout
+    shipped = installed.parents[1].glob("lib/python*/site-packages/supra/_recipes/launch/*.sh")
+    assert {path.name for path in shipped} == {path.name for path in (ROOT / "recipes/launch").iterdir()}
 
 
 def test_conversion(installed: Path, tmp_path: Path) -> None:

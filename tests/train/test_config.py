@@ -1,5 +1,6 @@
 """Recipes: defaults, overrides, round trip, hash."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ from supra import config, recipe_io, recipes
 from supra.config import Conversion
 from supra.errors import UserError
 
+SHIPPED = sorted(path.stem for path in recipe_io.shipped_folder().glob("*.yaml"))
 
-@pytest.mark.parametrize("name", ["supra", "hedgehog-window", "demo"])
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_recipes_are_valid_documented_and_round_trip(name: str) -> None:
     recipe = config.load(name)
     assert recipe.name == name
@@ -29,6 +32,33 @@ def test_the_paper_recipe_is_the_paper() -> None:
     assert (optimizer.lr, optimizer.betas, optimizer.warmup_steps) == (3e-5, (0.9, 0.95), 1000)
     assert optimizer.lr * optimizer.min_lr_ratio == pytest.approx(1e-5)
     assert recipe.conversion.resolve() == Conversion(feature_map="relu_dense").resolve()
+
+
+def test_the_sized_paper_recipes_differ_from_the_preset_in_size_alone() -> None:
+    preset = config.load("supra")
+    free = {"total_tokens", "activation_checkpointing"}
+    for name in ("supra-paper-llama2-7b", "supra-paper-mistral-7b", "supra-paper-1b"):
+        recipe = config.load(name)
+        assert recipe.conversion == preset.conversion
+        assert (recipe.data.train, recipe.data.text_field) == (preset.data.train, preset.data.text_field)
+        (sized,), (stage,) = recipe.stages, preset.stages
+        if name == "supra-paper-1b":
+            assert sized.optimizer.lr == 3e-4
+            assert sized.optimizer.lr * sized.optimizer.min_lr_ratio == pytest.approx(1e-5)
+            sized = sized.model_copy(update={"optimizer": stage.optimizer})
+        assert sized.model_dump(exclude=free) == stage.model_dump(exclude=free)
+
+
+def test_a_length_stage_follows_the_recipe_it_continues() -> None:
+    assert config.load("long").conversion == config.load("hedgehog-window").conversion
+    # A model that a run wrote is its own teacher: only a loss without one makes sense.
+    assert {stage.loss for stage in config.load("long").stages} == {"ce"}
+
+
+def test_the_variant_that_lolcats_names_is_valid() -> None:
+    (first, second) = re.findall(r"--set (\S+)", recipes.show("lolcats-8b"))
+    stage = config.load("lolcats-8b", [first, second]).stages[0]
+    assert stage.loss == "attention_weights"
 
 
 def test_config_needs_no_torch() -> None:
@@ -111,7 +141,7 @@ def test_hash_covers_decisions_not_prose() -> None:
 
 def test_recipe_library(tmp_path: Path) -> None:
     listed = {listing.name for listing in recipes.ls()}
-    assert {"supra", "hedgehog-window", "demo"} <= listed
+    assert listed == set(SHIPPED)
     assert recipes.show("supra").startswith("# The paper")
     assert "decay: alibi" in recipes.show("supra", resolved=True)
     copied = recipes.cp("demo", tmp_path)
