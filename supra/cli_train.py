@@ -79,7 +79,13 @@ def train(
 def launcher() -> list[str]:
     """What comes before `train` on a command line that starts as many processes as there are now."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
-    return ["supra"] if count == 1 else ["torchrun", "--nproc-per-node", str(count), "-m", "supra"]
+    if count == 1:
+        return ["supra"]
+    on_each = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    nodes = (
+        ["--nnodes", str(count // on_each)] if on_each < count else []
+    )  # where they meet is the user's to say
+    return ["torchrun", *nodes, "--nproc-per-node", str(on_each), "-m", "supra"]
 
 
 def _step_numbers(text: str | None) -> tuple[int, ...]:

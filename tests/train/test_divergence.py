@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from supra.cli import app
+from supra.cli_train import launcher
 from supra.config import Recipe
 from supra.errors import SupraError, UserError
 from supra.train import checkpoint
@@ -201,3 +202,21 @@ def test_the_norm_of_the_new_parameters_and_the_clipping_are_told(
     assert beside["grad_norm"] == pytest.approx(norms[-1], rel=1e-5)
     assert 0 < beside["new_grad_norm"] < beside["grad_norm"]
     assert beside["clip_factor"] == pytest.approx(1e-3 / beside["grad_norm"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({}, "supra"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "torchrun --nproc-per-node 4 -m supra"),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "torchrun --nnodes 2 --nproc-per-node 8 -m supra"),
+    ],
+)
+def test_the_command_offered_starts_as_many_processes(
+    environment: dict[str, str], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert " ".join(launcher()) == wanted
