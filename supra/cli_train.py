@@ -51,9 +51,9 @@ def train(
 
     if dry_run:
         estimate = training.dry_run(loaded, model, run_dir)
-        if as_json:
+        if as_json and speaks():
             typer.echo(estimate.to_json())
-        else:
+        elif speaks():
             show(estimate.render())
         say(f"next: supra train {recipe} --model {model} -o {run_dir}")
         return

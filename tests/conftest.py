@@ -24,3 +24,8 @@ settings.load_profile("supra")
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Training first: its files take longest, and one begun last would keep one process alone at the end."""
+    items.sort(key=lambda item: "train" not in item.path.parts)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from supra.config import Recipe
 from supra.console import speaks
-from supra.errors import SupraError
+from supra.errors import SupraError, UserError
 from supra.models import SupraForCausalLM
 from supra.train import checkpoint, run_folder
 from supra.train.checkpoint import Checkpoint, Position
@@ -61,6 +61,10 @@ def run_training(
     reporter = reporter or Reporter()
     if not speaks():
         reporter = Reporter.silent()
+    if on_stage_end is not None and recipe.strategy == "fsdp2":
+        raise UserError(
+            "on_stage_end", "it would see a part of the model in one process", "Use strategy=ddp with it."
+        )
     check_new_or_resumed(run_dir, resume)
     prepared = prepare(recipe, model_dir, run_dir, reporter)
     processes = prepared.processes
@@ -130,7 +134,8 @@ class _Run:
             self.ever_trained = set(saved.model)
         written = read_metrics(self.run_dir)
         rows = [row for row in written if row["step"] <= position.global_step]
-        self.total_tokens = rows[-1]["total_tokens"] if rows else 0
+        # By step: a layerwise stage has a row of it for every layer.
+        self.total_tokens = sum({row["step"]: row["tokens"] for row in rows}.values())
         last_step = position.global_step
         self.processes.wait()  # all have read before one writes
         if self.processes.is_main:

@@ -135,6 +135,9 @@ def test_later_stages_start_from_what_the_layers_learned(
         for name in ("layerwise", "together")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    rows = read_metrics(tmp_path / "layerwise")
+    assert rows[-1]["total_tokens"] == 256 + 256, "the layers all read the same tokens"
+    assert rows[-1]["step"] == 8
 
 
 def test_the_whole_model_is_never_loaded(

@@ -18,7 +18,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import nn
 
-from supra.config import Recipe
+from supra.config import Recipe, load
 from supra.errors import UserError
 from supra.train import parallel
 from supra.train.data import Batch
@@ -29,6 +29,7 @@ from supra.train.prepare import prepare
 from supra.train.stage import StageRunner
 from supra.train.teacher import build_teacher
 from supra.train.tracking import Reporter, read_metrics
+from supra.train.trainer import run_training
 
 
 class Alone:
@@ -60,13 +61,10 @@ def recipe(tiny: ModuleType, text_file: Path, tmp_path: Path) -> Path:
     return path
 
 
-def train(
-    recipe: Path, model: Path, run: Path, processes: int, *more: str
-) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "supra", "train", str(recipe)]
+def train_in_two(recipe: Path, model: Path, run: Path) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [*command, "--model", str(model), "-o", str(run), *more],
+        [sys.executable, *launcher, "-m", "supra", "train", str(recipe), "--model", str(model), "-o", str(run)],
         capture_output=True, text=True, timeout=400,
         env=os.environ | {"OMP_NUM_THREADS": "1", "SUPRA_CACHE": f"{run}-cache"},
     )  # fmt: skip
@@ -81,42 +79,45 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def test_two_processes_train_as_one_and_one_goes_on_where_two_stopped(
-    recipe: Path, model_dir: Path, tmp_path: Path
+    recipe: Path, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = {count: train(recipe, model_dir, tmp_path / f"run{count}", count) for count in (1, 2)}
-    for count, process in done.items():
-        assert process.returncode == 0, process.stderr
-        assert process.stdout.split() == [str(tmp_path / f"run{count}" / "model")], "one process speaks"
-    assert "2 processes" in done[2].stderr and "2 processes" not in done[1].stderr
-    rows = {count: read_metrics(tmp_path / f"run{count}") for count in (1, 2)}
-    assert [row["step"] for row in rows[1]] == [row["step"] for row in rows[2]] == list(range(1, 9))
-    for one, two in zip(rows[1], rows[2], strict=True):
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    run_training(load(recipe), model_dir, alone)
+    assert "2 processes" not in capsys.readouterr().err
+    done = train_in_two(recipe, model_dir, run)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(run / "model")], "one process speaks"
+    assert "2 processes" in done.stderr
+    rows = read_metrics(alone), read_metrics(run)
+    assert [row["step"] for row in rows[0]] == [row["step"] for row in rows[1]] == list(range(1, 9))
+    for one, two in zip(*rows, strict=True):
         assert two["tokens"] == one["tokens"] == 96
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-    one, two = weights(tmp_path / "run1"), weights(tmp_path / "run2")
-    assert one.keys() == two.keys()
-    for name, want in one.items():
-        torch.testing.assert_close(two[name], want, rtol=1e-4, atol=1e-5, msg=name)
+    wanted = weights(alone)
+    assert_same(weights(run), wanted)
 
     # The run of two, from a checkpoint in the middle, ended by one.
-    run = tmp_path / "run2"
     shutil.rmtree(run / "model")
     checkpoints = sorted((run / "checkpoints").iterdir())
     for folder in checkpoints[1:]:
         shutil.rmtree(folder)
-    resumed = train(recipe, model_dir, run, 1, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"resuming from {checkpoints[0].name}" in resumed.stderr
-    for name, want in one.items():
-        torch.testing.assert_close(weights(run)[name], want, rtol=1e-4, atol=1e-5, msg=name)
+    run_training(load(recipe), model_dir, run, resume=True)
+    assert f"resuming from {checkpoints[0].name}" in capsys.readouterr().err
+    assert_same(weights(run), wanted)
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, want in wanted.items():
+        torch.testing.assert_close(found[name], want, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_a_mistake_of_all_processes_is_told_once(recipe: Path, model_dir: Path, tmp_path: Path) -> None:
     run = tmp_path / "used"
     run.mkdir()
     (run / "something").touch()
-    done = train(recipe, model_dir, run, 2)
+    done = train_in_two(recipe, model_dir, run)
     assert done.returncode != 0
     assert done.stderr.count("it is not empty") == 1
 

@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from supra.config import Recipe
+from supra.config import Recipe, load
 from supra.errors import UserError
+from supra.train import run_training
 from supra.train.precision import make_accelerator
 from supra.train.sharding import clip_grad_norm
 from supra.train.tracking import read_metrics
@@ -56,22 +57,19 @@ def recipe(tiny: ModuleType, text_file: Path, tmp_path: Path) -> Path:
     return path
 
 
-def train(recipe: Path, model: Path, run: Path, strategy: str, *more: str) -> str:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [
-        sys.executable,
-        *(launcher if strategy == "fsdp2" else []),
-        "-m",
-        "supra",
-        "train",
-        str(recipe),
-    ]
+def train(recipe: Path, model: Path, run: Path, strategy: str, *more: str) -> None:
+    """In this process, or (fsdp2) in two of their own."""
+    if strategy == "ddp":
+        run_training(load(recipe), model, run, resume="--resume" in more)
+        return
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "supra"]
+    options = ["--model", str(model), "-o", str(run), "--set", "strategy=fsdp2", *more]
     done = subprocess.run(
-        [*command, "--model", str(model), "-o", str(run), "--set", f"strategy={strategy}", *more],
+        [sys.executable, *launcher, "train", str(recipe), *options],
         capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stderr
+    print(done.stderr, file=sys.stderr)
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -93,11 +91,13 @@ def assert_moved_alike(run: Path, wanted: dict[str, torch.Tensor], start: dict[s
         assert (tensor - wanted[name]).norm() < 1e-3 * moved, name
 
 
-def test_shards_train_as_the_whole_model_does(recipe: Path, model: Path, tmp_path: Path) -> None:
+def test_shards_train_as_the_whole_model_does(
+    recipe: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole, shards = tmp_path / "whole", tmp_path / "shards"
     train(recipe, model, whole, "ddp")
-    told = train(recipe, model, shards, "fsdp2")
-    assert "2 processes · strategy fsdp2" in told
+    train(recipe, model, shards, "fsdp2")
+    assert "2 processes · strategy fsdp2" in capsys.readouterr().err
     for one, two in zip(read_metrics(whole), read_metrics(shards), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5), one
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4), one
@@ -107,32 +107,42 @@ def test_shards_train_as_the_whole_model_does(recipe: Path, model: Path, tmp_pat
     assert torch.isfinite(loaded(torch.arange(8).unsqueeze(0)).logits).all(), "an ordinary checkpoint"
 
     # Stopped in the middle of the last stage, and ended by one process that holds all.
-    go_on_as(recipe, model, shards, "ddp")
+    go_on_as(recipe, model, shards, "ddp", capsys)
     assert_moved_alike(shards, wanted, start)
 
 
 @pytest.mark.slow
-def test_shards_go_on_where_the_whole_model_stopped(recipe: Path, model: Path, tmp_path: Path) -> None:
+def test_shards_go_on_where_the_whole_model_stopped(
+    recipe: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     train(recipe, model, run, "ddp")
     wanted = weights(run / "model")
-    go_on_as(recipe, model, run, "fsdp2")
+    go_on_as(recipe, model, run, "fsdp2", capsys)
     assert_moved_alike(run, wanted, weights(model))
 
 
-def go_on_as(recipe: Path, model: Path, run: Path, strategy: str) -> None:
+def go_on_as(recipe: Path, model: Path, run: Path, strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Take a finished run back to its last checkpoint but one, and resume it by another strategy."""
     shutil.rmtree(run / "model")
     checkpoints = sorted((run / "checkpoints").iterdir())
     shutil.rmtree(checkpoints[-1])
-    told = train(recipe, model, run, strategy, "--resume")
-    assert f"resuming from {checkpoints[-2].name}" in told
+    train(recipe, model, run, strategy, "--resume")
+    assert f"resuming from {checkpoints[-2].name}" in capsys.readouterr().err
 
 
 def test_one_process_has_nobody_to_share_with(tiny: ModuleType, text_file: Path) -> None:
     recipe = Recipe.model_validate(tiny.raw_recipe(text_file, strategy="fsdp2"))
     with pytest.raises(UserError, match="strategy fsdp2: one process has nobody to share the model with"):
         make_accelerator(recipe)
+
+
+def test_nobody_may_watch_a_part_of_the_model(
+    tiny: ModuleType, text_file: Path, model: Path, tmp_path: Path
+) -> None:
+    recipe = Recipe.model_validate(tiny.raw_recipe(text_file, strategy="fsdp2"))
+    with pytest.raises(UserError, match="on_stage_end: it would see a part of the model"):
+        run_training(recipe, model, tmp_path / "run", on_stage_end=lambda *_: None)
 
 
 @pytest.mark.parametrize(
