@@ -17,6 +17,7 @@ from supra.train.checkpoint import sync_folder
 from supra.train.run_folder import versions, write_whole
 from supra.weights.reader import TORCH_DTYPES, tensor_places
 
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _OURS = {"README.md", "recipe.yaml", "supra.json"}
 
 
@@ -63,6 +64,12 @@ def export_model(
 def _write_weights(tensors: dict[str, Tensor], model_dir: Path, folder: Path) -> None:
     """Copy the conversion's weight files, then overwrite the bytes of `tensors` in the dtype they have there."""
     places = tensor_places(model_dir)
+    if (
+        _EMBEDDING in tensors
+        and _HEAD in places
+        and json.loads((model_dir / "config.json").read_text()).get("tie_word_embeddings")
+    ):
+        tensors = {**tensors, _HEAD: tensors[_EMBEDDING]}
     for path in sorted({path for path, _ in places.values()}):
         shutil.copyfile(path, folder / path.name)
     for name, tensor in tensors.items():

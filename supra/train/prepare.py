@@ -166,6 +166,8 @@ def check_files(model_dir: Path, outline: SupraForCausalLM) -> None:
     """Raise a UserError unless the folder's weight files hold the model's tensors in their shapes."""
     found = {name: info.shape for name, (_, info) in tensor_places(model_dir).items()}
     wanted = {name: tuple(parameter.shape) for name, parameter in outline.named_parameters()}
+    if outline.config.tie_word_embeddings:
+        found.pop("lm_head.weight", None)  # stored by some, and the embedding all the same
     odd = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     if odd:
         reason = f"its files do not hold the model: {', '.join(odd[:5])}"

@@ -12,20 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from supra.errors import SupraError
-from supra.weights.headers import TensorInfo, read_header, shard_names
+from supra.weights.headers import SINGLE_NAME, TensorInfo, index_map, read_header, shard_names
 
 BLOCK_ELEMENTS = 1 << 20
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def tensor_places(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
-    """The file and header entry of each tensor of a model folder.
+    """The file and header entry of each tensor of a model folder; what its index leaves out is left out.
 
     Raises:
         UserError: there are no safetensors files, or one is damaged.
     """
     names = shard_names(folder) or ()
-    return {info.name: (folder / name, info) for name in names for info in read_header(folder / name)}
+    listed = index_map(folder) if names != (SINGLE_NAME,) else None
+    return {
+        info.name: (folder / name, info)
+        for name in names
+        for info in read_header(folder / name)
+        if listed is None or listed.get(info.name) == name
+    }
 
 
 class TensorReader:
