@@ -88,12 +88,6 @@ def _share_with_group(folder: Path) -> None:
         path.chmod(0o666 & ~umask)
 
 
-def stored_dtype(model_dir: Path) -> torch.dtype:
-    """The dtype that a model folder's configuration names; fp32 where it names none."""
-    config = json.loads((model_dir / "config.json").read_text())
-    return getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
-
-
 def exported_bytes(model_dir: Path) -> int:
     """Size of the folder that `export_model` makes of `model_dir`, adapters left out."""
     weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
