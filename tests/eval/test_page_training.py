@@ -57,6 +57,22 @@ def test_the_curves_are_those_of_the_metrics(tmp_path: Path) -> None:
     assert scores["tune"] == pytest.approx(sum(4 / step for step in range(91, 101)) / 10)
 
 
+def test_a_layerwise_stage_shows_the_mean_over_its_layers(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_steps=4)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    second = [
+        row | {"layer": 1, "loss": row["loss"] + 2.0} for row in rows[:3]
+    ]  # killed before its fourth step
+    first = [row | {"layer": 0} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in first + second))
+    run = training_run(folder)
+    (loss,) = [curve for curve in run.curves if curve.name == "loss"]
+    assert loss.x == [64.0, 128.0, 192.0, 256.0]
+    assert loss.y == pytest.approx([1.5, 1.25, 0.5 / 3 + 1, 0.125])
+    assert run.settings["tokens_trained"] == 256, "the layers all read the same tokens"
+    assert run.seconds == pytest.approx(7 * 2.0)
+
+
 def test_a_run_that_goes_on_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_steps=30)
     with open(folder / "metrics.jsonl", "a") as file:

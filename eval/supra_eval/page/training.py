@@ -53,6 +53,8 @@ def training_run(folder: Path) -> EvalRun:
 def _run(
     folder: Path, rows: list[dict[str, Any]], recipe: dict[str, Any], text: str, facts: dict[str, Any]
 ) -> EvalRun:
+    seconds = sum(row["tokens"] / row["tokens_per_second"] for row in rows if row["tokens_per_second"])
+    rows = _over_layers(rows)
     tokens = 0
     for row in rows:
         tokens += row["tokens"]
@@ -97,10 +99,18 @@ def _run(
         scores=scores,
         curves=curves,
         recipe=text,
-        seconds=sum(row["tokens"] / row["tokens_per_second"] for row in rows if row["tokens_per_second"]),
+        seconds=seconds,
         command=shlex.join(command),
         versions=facts["versions"],
     )
+
+
+def _over_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a step: a layerwise stage has one for each layer that is done, and their mean is what is shown."""
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_step.setdefault(row["step"], []).append(row)
+    return [own[0] | {key: fmean(row[key] for row in own) for key in _PLOTS} for own in by_step.values()]
 
 
 def _curve(
