@@ -90,12 +90,15 @@ def to_end(hi, lo, unit, i, valid, length, DECAY: tl.constexpr):
 @triton.jit
 def whole_chunk(decay, decay_low, start, length, s, S, DECAY: tl.constexpr):
     """exp(b_last), a number: how much of the state before the chunk is left after it."""
+    # One return: what follows an early one is compiled as well, and without decay the pointers are another dtype's.
     if DECAY == NO_DECAY:
-        return 1.0
-    if DECAY == FIXED:
-        return tl.exp(tl.cast(length, tl.float32) * tl.load(decay + s))
-    at = (tl.cast(start, tl.int64) + length - 1) * S + s
-    return tl.exp(tl.load(decay + at) + tl.load(decay_low + at))
+        whole = 1.0
+    elif DECAY == FIXED:
+        whole = tl.exp(tl.cast(length, tl.float32) * tl.load(decay + s))
+    else:
+        at = (tl.cast(start, tl.int64) + length - 1) * S + s
+        whole = tl.exp(tl.load(decay + at) + tl.load(decay_low + at))
+    return whole
 
 
 @triton.jit
