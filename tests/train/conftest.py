@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,11 +18,13 @@ from transformers import PreTrainedTokenizerFast
 
 from supra.config import Stage
 from supra.models import SupraConfig, SupraForCausalLM
+from supra.train import checkpoint
 from supra.train.data import Batch, PackedData
 from supra.train.losses import StageLoss
 from supra.train.teacher import build_teacher
-from supra.train.tokens import TokenStore
+from supra.train.token_store import TokenStore
 from supra.train.trainable import enter_stage
+from supra.train.trainer import run_training
 
 WORDS = ("the", "a", "cat", "dog", "house", "tree", "river", "runs", "sleeps", "sees", "under", "over", "and")
 
@@ -189,3 +192,43 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6), name
+
+
+class Halting:
+    """A tokenizer that stops for ever in its third batch, after saying so."""
+
+    def __init__(self, tokenizer: Any, halted: Any) -> None:
+        self.tokenizer, self.halted, self.batches = tokenizer, halted, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self.tokenizer)
+
+    def __call__(self, texts: list[str], **options: bool) -> Any:
+        self.batches += 1
+        if self.batches == 3:
+            self.halted.set()
+            time.sleep(600)
+        return self.tokenizer(texts, **options)
+
+
+class StopError(Exception):
+    """What ends a run in a test, where a kill would end it."""
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, num_checkpoints: int, *args: Any, **kwargs: Any) -> None:
+    """`run_training(*args, **kwargs)` that dies as soon as so many checkpoints are written."""
+    real, count = checkpoint.save, [0]
+
+    def save(*a: Any, **k: Any) -> Path:
+        path, count[0] = real(*a, **k), count[0] + 1
+        if count[0] == num_checkpoints:
+            raise StopError
+        return path
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", save)
+        with pytest.raises(StopError):
+            run_training(*args, **kwargs)

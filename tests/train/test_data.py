@@ -8,7 +8,6 @@ import signal
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import datasets
 import numpy as np
@@ -203,26 +202,6 @@ def test_abandoned_caches_are_removed_and_those_of_others_are_not(
     assert {kind for kind, folder in folders.items() if not folder.exists()} == {"dead here", "old elsewhere"}
 
 
-class Halting:
-    """A tokenizer that stops for ever in its third batch, after saying so."""
-
-    def __init__(self, tokenizer: Any, halted: Any) -> None:
-        self.tokenizer, self.halted, self.batches = tokenizer, halted, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-    def __len__(self) -> int:
-        return len(self.tokenizer)
-
-    def __call__(self, texts: list[str], **options: bool) -> Any:
-        self.batches += 1
-        if self.batches == 3:
-            self.halted.set()
-            time.sleep(600)
-        return self.tokenizer(texts, **options)
-
-
 def test_kill_9_while_tokenising_costs_nothing(
     tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +213,7 @@ def test_kill_9_while_tokenising_costs_nothing(
     monkeypatch.setenv("SUPRA_CACHE", str(tmp_path / "killed"))
     context = multiprocessing.get_context("fork")
     halted = context.Event()
-    child = context.Process(target=load_tokens, args=(data, Halting(tokenizer, halted)))
+    child = context.Process(target=load_tokens, args=(data, tiny.Halting(tokenizer, halted)))
     child.start()
     assert halted.wait(60)
     child.kill()

@@ -89,25 +89,6 @@ def spiking(tiny: ModuleType, tmp_path: Path, **changes: Any) -> Recipe:
     return Recipe.model_validate(tiny.raw_recipe(common, tune, seed=4))
 
 
-class StopError(Exception):
-    pass
-
-
-def stop_after(monkeypatch: pytest.MonkeyPatch, num_checkpoints: int, *args: Any, **kwargs: Any) -> None:
-    real, count = checkpoint.save, [0]
-
-    def save(*a: Any, **k: Any) -> Path:
-        path, count[0] = real(*a, **k), count[0] + 1
-        if count[0] == num_checkpoints:
-            raise StopError
-        return path
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", save)
-        with pytest.raises(StopError):
-            run_training(*args, **kwargs)
-
-
 def test_a_spike_stops_alike_after_a_resume_and_skipping_it_is_exact(
     tiny: ModuleType, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,14 +97,14 @@ def test_a_spike_stops_alike_after_a_resume_and_skipping_it_is_exact(
         run_training(recipe, model_dir, tmp_path / "whole")
     step = whole.value.global_step
     assert step > 8
-    stop_after(monkeypatch, step - 3, recipe, model_dir, tmp_path / "parts")
+    tiny.stop_after(monkeypatch, step - 3, recipe, model_dir, tmp_path / "parts")
     with pytest.raises(DivergedError) as parts:
         run_training(recipe, model_dir, tmp_path / "parts", resume=True)
     assert (parts.value.reason, parts.value.global_step) == (whole.value.reason, step)
 
     # A resume may take another ratio: it decides nothing that was trained.
     run_training(recipe, model_dir, tmp_path / "whole", resume=True, skip_steps=[step])
-    stop_after(monkeypatch, 2, recipe, model_dir, tmp_path / "parts", resume=True, skip_steps=[step])
+    tiny.stop_after(monkeypatch, 2, recipe, model_dir, tmp_path / "parts", resume=True, skip_steps=[step])
     assert checkpoint.newest_step(tmp_path / "parts") == step + 1
     run_training(spiking(tiny, tmp_path, max_loss_ratio=50), model_dir, tmp_path / "parts", resume=True)
     rows, weights = [], []

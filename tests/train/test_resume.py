@@ -105,29 +105,6 @@ def test_kill_9_at_any_instant_costs_no_bit(
     assert len(list((tmp_path / "killed" / "checkpoints").iterdir())) == 2
 
 
-class StopError(Exception):
-    pass
-
-
-def run_until_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, num_checkpoints: int, recipe: Recipe, model_dir: Path, run_dir: Path
-) -> None:
-    """Train, and stop right after the n-th checkpoint."""
-    real, count = checkpoint.save, [0]
-
-    def save(*args: Any, **kwargs: Any) -> Path:
-        path = real(*args, **kwargs)
-        count[0] += 1
-        if count[0] == num_checkpoints:
-            raise StopError
-        return path
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", save)
-        with pytest.raises(StopError):
-            run_training(recipe, model_dir, run_dir)
-
-
 @pytest.mark.parametrize("damage", ["truncated", "bit flipped", "no state", "state cut"])
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     damage: str,
@@ -139,7 +116,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = Recipe.model_validate(tiny.raw_recipe(text_file, tiny.stage(total_tokens=448)))
-    run_until_checkpoint(monkeypatch, 2, recipe, model_dir, tmp_path / "run")
+    tiny.stop_after(monkeypatch, 2, recipe, model_dir, tmp_path / "run")
     newest = checkpoint.newest(tmp_path / "run")
     assert newest is not None
     file = newest / ("tensors.safetensors" if damage in ("truncated", "bit flipped") else "state.json")
@@ -163,7 +140,7 @@ def test_a_run_from_before_a_field_existed_goes_on_where_the_field_has_its_defau
     tiny: ModuleType, tmp_path: Path, text_file: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe.model_validate(tiny.raw_recipe(text_file))
-    run_until_checkpoint(monkeypatch, 1, recipe, model_dir, tmp_path / "run")
+    tiny.stop_after(monkeypatch, 1, recipe, model_dir, tmp_path / "run")
     header = json.loads((tmp_path / "run" / "run.json").read_text())
     newer = [path for path in header["recipe"] if path.endswith((".attention_target", ".lora", ".split"))]
     assert len(newer) == 3
@@ -180,7 +157,7 @@ def test_all_checkpoints_damaged_is_an_error(
     tiny: ModuleType, tmp_path: Path, text_file: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe.model_validate(tiny.raw_recipe(text_file))
-    run_until_checkpoint(monkeypatch, 1, recipe, model_dir, tmp_path / "run")
+    tiny.stop_after(monkeypatch, 1, recipe, model_dir, tmp_path / "run")
     for file in (tmp_path / "run" / "checkpoints").glob("*/state.json"):
         file.write_text("{")
     with pytest.raises(SupraError, match="every checkpoint is damaged"):
@@ -215,9 +192,9 @@ def test_a_callback_that_fails_can_be_taken_up_again(
         assert not model.training
         assert not any(".lora_" in parameter for parameter, _ in model.named_parameters())
         if seen == ["transfer", "distill"]:
-            raise StopError
+            raise tiny.StopError
 
-    with pytest.raises(StopError):
+    with pytest.raises(tiny.StopError):
         run_training(recipe, model_dir, tmp_path / "run", on_stage_end=fail_once)
     run_training(recipe, model_dir, tmp_path / "run", on_stage_end=fail_once, resume=True)
     assert seen == ["transfer", "distill", "distill", "tune"]

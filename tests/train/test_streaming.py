@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import signal
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -200,26 +199,6 @@ def test_text_that_changed_behind_the_stream_is_refused(tiny: ModuleType, tmp_pa
         read(data, 9)
 
 
-class Halting:
-    """A tokenizer that stops for ever in its third batch, after saying so."""
-
-    def __init__(self, tokenizer: Any, halted: Any) -> None:
-        self.tokenizer, self.halted, self.batches = tokenizer, halted, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-    def __len__(self) -> int:
-        return len(self.tokenizer)
-
-    def __call__(self, batch: list[str], **options: bool) -> Any:
-        self.batches += 1
-        if self.batches == 3:
-            self.halted.set()
-            time.sleep(600)
-        return self.tokenizer(batch, **options)
-
-
 def _read_all(data: Data, tokenizer: Any, numbers: range, results: Any, makes_shards: bool = True) -> None:
     stream = TokenStream(data, tokenizer)
     results.put(read(StreamedData(stream, length=LENGTH, seed=5, makes_shards=makes_shards), *numbers))
@@ -234,7 +213,7 @@ def test_one_process_makes_the_shards_and_others_wait(
     monkeypatch.setattr(
         streaming, "NEIGHBOURS", 1000
     )  # else the one that waits may have to make what was dropped
-    silent = Halting(tokenizer, halted)
+    silent = tiny.Halting(tokenizer, halted)
     silent.batches = 2  # halts as soon as it is used
     arguments = (Data(train=(spec,), streaming=True), silent, range(60), results, False)
     child = context.Process(target=_read_all, args=arguments)
@@ -254,7 +233,7 @@ def test_kill_9_in_a_shard_and_two_processes_at_once(
     monkeypatch.setenv("SUPRA_CACHE", str(tmp_path / "other"))
     context = multiprocessing.get_context("fork")
     halted, results = context.Event(), context.Queue()
-    arguments = (data, Halting(tokenizer, halted), numbers, results)
+    arguments = (data, tiny.Halting(tokenizer, halted), numbers, results)
     child = context.Process(target=_read_all, args=arguments)
     child.start()
     assert halted.wait(60)
