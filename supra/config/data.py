@@ -16,7 +16,7 @@ class Reading(Section):
     """Texts (a path, a glob, `package:NAME/inside/*.txt` or a `datasets` name[:config]) and how they are read."""
 
     train: tuple[str, ...] = ()
-    format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "mediawiki", "dataset"] = "auto"
     text_field: str = Field(default="text", min_length=1)
     split: str = Field(default="train", min_length=1)  # of a `datasets` name
     unwrap: bool = False  # join hard-wrapped lines; blank lines keep paragraphs apart

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from supra.config import Data
 from supra.errors import UserError
 from supra.recipe_io import nearest
+from supra.train.mediawiki import read_articles
 from supra.train.sources import Source
 
 
@@ -66,7 +67,7 @@ def read_rows(source: Source, data: Data, first: int = 0) -> Iterator[Row]:
         if first == 0:
             yield Row(0, source.where, _read_text(source))
         return
-    readers = {"jsonl": _read_jsonl, "parquet": _read_parquet}
+    readers = {"jsonl": _read_jsonl, "parquet": _read_parquet, "mediawiki": _read_mediawiki}
     rows = readers.get(source.kind, _read_dataset)(source, data, option, first)
     for number, (where, row) in enumerate(rows, start=first):
         if field not in row:
@@ -144,6 +145,11 @@ def _read_parquet(source: Source, data: Data, option: str, first: int) -> _Named
             if number >= first:
                 yield f"{source.where} row {number}", row
             number += 1
+
+
+def _read_mediawiki(source: Source, data: Data, option: str, first: int) -> _NamedRows:
+    articles = islice(read_articles(Path(source.where)), first, None)
+    return ((f"{source.where} article {article['title']}", dict(article)) for article in articles)
 
 
 def _read_dataset(source: Source, data: Data, option: str, first: int) -> _NamedRows:

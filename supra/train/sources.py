@@ -12,7 +12,7 @@ from supra.config import Data
 from supra.errors import UserError
 from supra.recipe_io import nearest
 
-Kind = Literal["text", "jsonl", "parquet", "dataset", "saved_dataset"]
+Kind = Literal["text", "jsonl", "parquet", "mediawiki", "dataset", "saved_dataset"]
 
 _SUFFIXES: dict[str, Kind] = {
     ".txt": "text",
@@ -21,6 +21,8 @@ _SUFFIXES: dict[str, Kind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
+    ".xml": "mediawiki",
+    ".bz2": "mediawiki",  # dumps come compressed so
 }
 _DATASET_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?$")
 _GLOB = re.compile(r"[*?\[]")
@@ -116,7 +118,7 @@ def _files(spec: str, pattern: str, data: Data, field: str) -> list[Source]:
 
 
 def _kind(path: Path, data: Data, field: str) -> Kind:
-    if data.format in ("text", "jsonl", "parquet"):
+    if data.format in ("text", "jsonl", "parquet", "mediawiki"):
         return data.format  # type: ignore[return-value]
     kind = _SUFFIXES.get(path.suffix.lower())
     if kind is None:
