@@ -6,13 +6,16 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from supra.config import Conversion, Recipe
 from supra.errors import UserError
+
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class Problem(NamedTuple):
@@ -44,8 +47,8 @@ def shipped_folder() -> Path:
     return inside if inside.is_dir() else Path(__file__).parent.parent / "recipes"
 
 
-def locate(path_or_name: str | Path) -> Path:
-    """The file of a recipe given by path or by shipped name.
+def locate(path_or_name: str | Path, kind: str = "") -> Path:
+    """The file of a recipe given by path or by shipped name; `kind` is the folder of recipes of another kind.
 
     Raises:
         UserError: there is none; the nearest shipped name is suggested.
@@ -53,9 +56,10 @@ def locate(path_or_name: str | Path) -> Path:
     path, text = Path(path_or_name), str(path_or_name)
     if path.is_file():
         return path
-    names = [shipped.stem for shipped in sorted(shipped_folder().glob("*.yaml"))]
+    folder = shipped_folder() / kind
+    names = [shipped.stem for shipped in sorted(folder.glob("*.yaml"))]
     if text in names:
-        return shipped_folder() / f"{text}.yaml"
+        return folder / f"{text}.yaml"
     if path.is_dir():
         raise UserError(
             f"recipe {text}", "it is a folder, not a recipe file", "Give the YAML file or a shipped name."
@@ -69,12 +73,25 @@ def locate(path_or_name: str | Path) -> Path:
 
 def load(path_or_name: str | Path, overrides: list[str]) -> Recipe:
     """See `supra.config.load`."""
-    path = locate(path_or_name)
-    return parse(_read_text(path), overrides, name=str(path_or_name))
+    return load_as(Recipe, locate(path_or_name), overrides, name=str(path_or_name))
+
+
+def load_as(model: type[M], path: Path, overrides: list[str], *, name: str) -> M:
+    """A file of any kind of recipe, `a.b=c` overrides applied, checked against its model.
+
+    Raises:
+        UserError: it cannot be read, is not YAML (with the line), or is invalid (every error at once).
+    """
+    return parse_as(model, _read_text(path), overrides, name=name)
 
 
 def parse(text: str, overrides: list[str], *, name: str) -> Recipe:
-    """A checked recipe from YAML text; `name` is what errors call it.
+    """A checked recipe from YAML text; see `parse_as`."""
+    return parse_as(Recipe, text, overrides, name=name)
+
+
+def parse_as(model: type[M], text: str, overrides: list[str], *, name: str) -> M:
+    """A checked recipe of any kind from YAML text; `name` is what errors call it.
 
     Raises:
         UserError: with every problem found, one a line.
@@ -83,9 +100,9 @@ def parse(text: str, overrides: list[str], *, name: str) -> Recipe:
     problems = [problem for override in overrides if (problem := _apply(raw, override))]
     recipe = None
     try:
-        recipe = Recipe.model_validate(raw)
+        recipe = model.model_validate(raw)
     except ValidationError as error:
-        problems += _problems(error, Recipe, raw)
+        problems += _problems(error, model, raw)
     if recipe is None or problems:
         raise _report(name, problems)
     return recipe
