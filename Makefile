@@ -40,7 +40,7 @@ test-all: .venv/.test .venv/.demo .venv/.eval lint
 bench: .venv/.demo
 	$(BIN)/python kernels/benchmarks/cpu_layer.py
 
-# Every kernel compiled for A100, H100 and MI300, no GPU needed: registers, spills, shared memory. Takes hours on two cores.
+# Every kernel compiled for A100, H100 and MI300, no GPU needed: registers, spills, shared memory.
 kernels-report: .venv/.test
 	$(BIN)/python kernels/benchmarks/compile_report.py
 

@@ -215,6 +215,22 @@ def _amd_usage(assembly: str) -> tuple[int | None, int | None]:
     return (int(registers[1]) if registers else None, int(spilled[1]) if spilled else None)
 
 
+def summary(target: str, rows: list[Row]) -> str:
+    """One line: how many kernels a target has, the most shared memory, and how many spill how much, by dtype."""
+    most = max((row.shared_bytes or 0 for row in rows), default=0)
+    parts = [
+        f"{target}: {len(rows)} kernels, at most {most / 1024:.0f} of {TARGETS[target][1] / 1024:.0f} KB shared"
+    ]
+    for dtype in DTYPES:
+        spilled = [row.spilled_bytes or 0 for row in rows if f" {dtype} " in row.call]
+        if spilled:
+            much = sum(value > 1024 for value in spilled)
+            parts.append(
+                f"{dtype}: {sum(map(bool, spilled))} of {len(spilled)} spill, {much} above 1 KB, most {max(spilled)} B"
+            )
+    return "; ".join(parts)
+
+
 def main() -> int:
     """Compile, print a table on stdout, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -245,6 +261,8 @@ def main() -> int:
             f"{row.target:7} {row.kernel:22} {values[0]:>9} {values[1]:>9} {values[2]:>9}  {row.call}",
             row.error or "",
         )
+    for target in targets:
+        print(summary(target, [row for row in rows if row.target == target]))
     failed = [row for row in rows if row.error]
     print(f"{len(rows)} compiled on triton {triton.__version__}, {len(failed)} failed")
     if options.json:

@@ -32,7 +32,7 @@ def _score_gradients(
 ):  # fmt: skip
     """dO Vᵀ [C, C] of one query head and its value head in one chunk."""
     gradient = tl.zeros([C, C], tl.float32)
-    for piece in tl.static_range(NV):
+    for piece in tl.range(NV, num_stages=1, loop_unroll_factor=1):
         do_rows = load_rows(do, start, i, valid, head, H, V, piece * BV, BV)
         v_rows = load_rows(v, start, i, valid, g, G, V, piece * BV, BV)
         gradient = tl.dot(do_rows.to(MIXED), tl.trans(v_rows.to(MIXED)), gradient, input_precision=PRECISION)
@@ -51,7 +51,7 @@ def _times_state_transposed(
 ):  # fmt: skip
     """X Sᵀ [C, BK] for x [tokens, heads, V] and columns first_k … of the states' K."""
     product = tl.zeros([C, BK], tl.float32)
-    for piece in tl.static_range(NV):
+    for piece in tl.range(NV, num_stages=1, loop_unroll_factor=1):
         rows = load_rows(x, start, i, valid, head, heads, V, piece * BV, BV).to(MIXED)
         at, exists = state_pointers(states, c, s, S, K, V, first_k, piece * BV, BK, BV)
         state = tl.load(at, mask=exists, other=0.0).to(MIXED)
@@ -97,7 +97,7 @@ def chunk_dq(
                 q_side, k_side, start, i, valid, head, g, H, G, K, MAP, ANGLES, C, BK, NK, PRECISION
             )
             row = tl.sum(tl.where(i[:, None] > i[None, :], products * d_scores, 0.0), 1)
-        for piece in tl.static_range(NK):
+        for piece in tl.range(NK, num_stages=1, loop_unroll_factor=1):
             k_rows = load_features(k_side, start, i, valid, g, G, K, piece * BK, BK, MAP, ANGLES)
             through_state = (
                 _times_state_transposed(
@@ -193,7 +193,7 @@ def _dv_piece(
         s = g * STATES + m
         hi, lo, unit = load_decay(decay, decay_low, start, i, valid, s, S, DECAY)
         kept = tl.zeros([C, BV], tl.float32)
-        for piece in tl.static_range(NK):
+        for piece in tl.range(NK, num_stages=1, loop_unroll_factor=1):
             k_rows = load_features(k_side, start, i, valid, g, G, K, piece * BK, BK, MAP, ANGLES).to(MIXED)
             at, exists = state_pointers(d_states, c, s, S, K, V, piece * BK, first, BK, BV)
             state = tl.load(at, mask=exists, other=0.0).to(MIXED)

@@ -23,7 +23,7 @@ def query_key_products(
 ):  # fmt: skip
     """Q Kᵀ [C, C] of one query head and its key head in one chunk."""
     scores = tl.zeros([C, C], tl.float32)
-    for piece in tl.static_range(NK):
+    for piece in tl.range(NK, num_stages=1, loop_unroll_factor=1):
         q_rows = load_features(q, start, i, valid, head, H, K, piece * BK, BK, MAP, ANGLES)
         k_rows = load_features(k, start, i, valid, g, G, K, piece * BK, BK, MAP, ANGLES)
         scores = tl.dot(q_rows, tl.trans(k_rows), scores, input_precision=PRECISION)
@@ -38,7 +38,7 @@ def _output_piece(
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, MIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     old = tl.zeros([C, BV], tl.float32)
-    for piece in tl.static_range(NK):
+    for piece in tl.range(NK, num_stages=1, loop_unroll_factor=1):
         q_rows = load_features(q, start, i, valid, head, H, K, piece * BK, BK, MAP, ANGLES)
         at, exists = state_pointers(states, c, s, S, K, V, piece * BK, first, BK, BV)
         state = tl.load(at, mask=exists, other=0.0)
@@ -77,7 +77,7 @@ def chunk_output(
         )
         scores = (mask_scores(scores, hi, lo, unit, i, valid, DECAY) * scale).to(MIXED)
         reads = from_start(hi, lo, unit, valid, DECAY)
-        for piece in tl.static_range(NV):
+        for piece in tl.range(NV, num_stages=1, loop_unroll_factor=1):
             _output_piece(
                 q_side, v, states, o, y, norm_weight, norm_bias, scores, reads,
                 start, i, valid, c, s, head, g, S, H, G, K, V, scale, piece * BV,
