@@ -6,8 +6,8 @@ accumulated since the chunk's start is `b_i = (hi_i + lo_i) · unit`: a decay pe
 comes as two fp32 parts, so that differences of long sums keep their digits; a fixed one needs only the number of tokens
 and `unit` = its log decay.
 
-Loops over the pieces of a head stay loops (`tl.range(…, num_stages=1, loop_unroll_factor=1)`): unrolled, sixteen fp32 tiles
-of a head of 256 took the compiler 95 s and 11 KB of spilled registers a thread; as a loop 2.4 s and none.
+Loops over the pieces of a head stay loops (`tl.range(…, num_stages=1, loop_unroll_factor=1)`): unrolled, the sixteen
+fp32 tiles of a head of 256 took the compiler 95 s and 11 KB of spilled registers a thread; as a loop 2.4 s and none.
 """
 
 import triton
