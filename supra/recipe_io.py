@@ -14,7 +14,6 @@ from pydantic import BaseModel, ValidationError
 from supra.config import Conversion, Recipe
 from supra.errors import UserError
 
-
 M = TypeVar("M", bound=BaseModel)
 
 
