@@ -4,7 +4,7 @@ Each paddle bends from the last one by an angle of density cos²(continuity · a
 others and from which the contour can go on.
 
 Notable: a grid for each picture says where a paddle may not lie, so that a step costs the same however many there are,
-and a thousand pictures take the step together; those that cannot go on are dropped.
+and hundreds of pictures take the step together; those that cannot go on are dropped.
 """
 
 from __future__ import annotations

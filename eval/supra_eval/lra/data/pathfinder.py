@@ -23,7 +23,8 @@ from .contours import Style, grow_distractors, grow_pairs
 from .drawing import draw
 
 NUM_TOKENS = 257  # padding, then 256 shades of grey
-PICTURES_AT_ONCE = 1024
+PICTURES_AT_ONCE = 256
+MAX_BARREN = 20  # so many times over without one, there will be none
 
 
 # What the benchmark's authors say of theirs; 16 is ours, for quick runs, with contours as long as fit.
@@ -61,7 +62,8 @@ def draw_geometry(rng: np.random.Generator, style: Style, num_pictures: int) -> 
     begin, labels = rng.integers(0, 2, (2, len(pairs)))
     end = np.where(labels == 1, begin, 1 - begin)
     disks = np.stack([pairs[rows, begin, 0, :2], pairs[rows, end, -1, 2:]], axis=1)
-    return Drawings(np.concatenate([pairs.reshape(len(pairs), -1, 4), distractors], axis=1), disks, labels)
+    contours = pairs.reshape(len(pairs), 2 * style.contour_length, 4)
+    return Drawings(np.concatenate([contours, distractors], axis=1), disks, labels)
 
 
 def pictures(
@@ -78,10 +80,10 @@ def pictures(
     while filled < num_pictures:
         drawings = draw_geometry(np.random.default_rng((*seed, block)), style, PICTURES_AT_ONCE)
         block += 1
-        if block == 50 and not filled and not len(drawings.labels):
+        if block == MAX_BARREN and not filled and not len(drawings.labels):
             raise SupraError(
                 f"contours of {style.contour_length} paddles",
-                f"found no room in {50 * PICTURES_AT_ONCE:,} pictures of {style.size} pixels",
+                f"found no room in {block * PICTURES_AT_ONCE:,} pictures of {style.size} pixels",
                 "Give a smaller --contour-length",
             )
         count = min(len(drawings.labels), num_pictures - filled)
