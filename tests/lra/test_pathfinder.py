@@ -64,7 +64,7 @@ def test_contours_keep_their_distance(size: int) -> None:
         np.repeat([0, 1], style.contour_length),
         2 + np.repeat(np.arange(style.num_distractors), style.distractor_length),
     ])  # fmt: skip
-    for paddles in made.paddles[:20]:
+    for paddles in made.paddles[:6]:
         there = ~np.isnan(paddles[:, 0])
         points, owners = dense(paddles[there]), owner[there]
         for number in range(len(points)):
@@ -121,16 +121,16 @@ def test_nothing_cheap_tells_the_answer() -> None:
 
 def test_the_distance_between_the_disks_tells_little() -> None:
     style = STYLES[32]
-    made = [draw_geometry(np.random.default_rng((2, block)), style, 1024) for block in range(4)]
+    made = [draw_geometry(np.random.default_rng((2, block)), style, 1024) for block in range(3)]
     away = np.concatenate([np.linalg.norm(one.disks[:, 0] - one.disks[:, 1], axis=1) for one in made])
     labels = np.concatenate([one.labels for one in made])
     half = len(away) // 2
-    assert half > 500
+    assert half > 400
     bins = np.digitize(away, np.quantile(away[:half], np.linspace(0, 1, 9)[1:-1]))
     answer = np.array([labels[:half][bins[:half] == number].mean() > 0.5 for number in range(8)])
     assert (
         answer[bins[half:]] == labels[half:]
-    ).mean() < 0.5 + 0.09  # 4 standard errors are 7; published data leaks too
+    ).mean() < 0.5 + 0.12  # the leak is about 2, 4 standard errors 10
 
 
 def test_seeds_reproduce_and_the_first_stay_the_first() -> None:
@@ -175,6 +175,7 @@ def test_refuses_what_cannot_be_had(wrong: dict[str, int]) -> None:
         pathfinder.make(**dict(seed=0, train=5, validation=5, test=5, size=16) | wrong)
 
 
-def test_says_when_no_contour_finds_room() -> None:
+def test_says_when_no_contour_finds_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pathfinder, "MAX_BARREN", 3)
     with pytest.raises(SupraError, match="no room"):
         pathfinder.pictures(replace(STYLES[16], contour_length=60), 1, seed=(0,))

@@ -128,7 +128,7 @@ def read_task(folder: Path) -> Task:
             path = folder / f"{split}.{part}.npy"
             try:
                 parts[part] = np.load(path, mmap_mode="r" if meta["counts"][split] else None)
-            except (OSError, ValueError) as error:
+            except (OSError, EOFError, ValueError) as error:
                 raise UserError(str(path), f"cannot be read ({error})", "Make the data again") from None
         splits[split] = Examples(**parts)
     task = Task(meta["name"], meta["num_classes"], meta["num_tokens"], meta["channels"], **splits)
