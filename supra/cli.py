@@ -14,6 +14,7 @@ import typer
 from . import __version__
 from .cli_convert import convert, inspect
 from .cli_eval import evaluate, report
+from .cli_lra import lra_app
 from .cli_recipes import recipes_app
 from .cli_train import train
 from .console import Backend, Device, Dtype, Json, Threads, say, set_threads, show
@@ -25,6 +26,7 @@ app = typer.Typer(
     epilog="Start with: supra demo · or: supra inspect MODEL, supra convert MODEL -o OUT, supra train RECIPE",
 )  # fmt: skip
 app.add_typer(recipes_app, name="recipes")
+app.add_typer(lra_app, name="lra")
 app.command()(inspect)
 app.command()(convert)
 app.command(name="eval")(evaluate)

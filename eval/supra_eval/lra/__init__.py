@@ -1,0 +1,1 @@
+"""Long-range classification, Long Range Arena and small tasks of its kind: data, models, training and scores."""
