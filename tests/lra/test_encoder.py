@@ -124,11 +124,30 @@ def test_blocks_are_masked_softmax(T: int, w: int, causal: bool, masked: bool, d
     torch.testing.assert_close(output[real], expected[real], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_half_precision_is_near_single(name: str) -> None:
+    """Under autocast, weights in fp32: sums, kernels and decays are not rounded, matrix products are."""
+    model = encoder(name, "bidirectional").float()
+    inputs, lengths = torch.randn(2, 140, 2), torch.tensor([140, 90])
+    exact = model(inputs, lengths)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = model(inputs, lengths)
+    hidden.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert (hidden.float() - exact).abs().mean() < 0.05 * exact.abs().mean()
+
+
 def test_one_block_is_the_whole_sequence() -> None:
     inputs = torch.randn(2, 12, 2, dtype=torch.float64)
     whole, blocks = (encoder("softmax", "bidirectional", block_tokens=w) for w in (None, 12))
     blocks.load_state_dict(whole.state_dict())
     torch.testing.assert_close(whole(inputs), blocks(inputs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_tokens_may_be_integers_of_any_width(dtype: torch.dtype) -> None:
+    model, inputs = encoder("softmax", "causal", num_tokens=9), torch.randint(1, 9, (2, 5))
+    torch.testing.assert_close(model(inputs.to(dtype)), model(inputs), rtol=0, atol=0)
 
 
 def test_pooling_by_hand() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from supra_eval.lra.models.config import EncoderConfig
 from supra_eval.lra.models.encoder import Encoder
-from supra_eval.lra.models.s4d import S4D, S4DKernel, convolve, fft_size
+from supra_eval.lra.models.s4d import S4D, S4DKernel, convolve, fft_size, parameter_groups
 
 
 def layer(direction: str, start: str = "lin", state_size: int = 8) -> S4D:
@@ -88,3 +88,14 @@ def test_parameters_that_decide_time_stay_in_single_precision() -> None:
 @given(st.integers(1, 10**5))
 def test_an_fft_is_long_enough_and_little_longer(least: int) -> None:
     assert least <= fft_size(least) <= least * 1.125 + 1
+
+
+@pytest.mark.parametrize(("lr", "kernel_lr"), [(1e-2, 1e-3), (5e-4, 5e-4)])
+def test_kernels_learn_slowly_and_do_not_decay(lr: float, kernel_lr: float) -> None:
+    mixer = layer("bidirectional")
+    rest, kernels = parameter_groups(mixer, lr, 0.1)
+    assert {id(p) for p in kernels["params"]} == {id(p) for p in mixer.kernel.parameters()}
+    assert len(rest["params"]) + len(kernels["params"]) == len(list(mixer.parameters()))
+    assert (rest["lr"], rest["weight_decay"]) == (lr, 0.1)
+    assert (kernels["lr"], kernels["weight_decay"]) == (kernel_lr, 0)
+    assert len(parameter_groups(torch.nn.Linear(2, 2), lr, 0.1)) == 1

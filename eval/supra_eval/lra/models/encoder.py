@@ -74,8 +74,8 @@ class Encoder(nn.Module):
         return self.encode(self.embed(inputs), lengths)
 
     def embed(self, inputs: Tensor) -> Tensor:
-        """inputs [B, T] or [B, T, C] -> [B, T, D]."""
-        return self.embedding(inputs)
+        """inputs [B, T] (integers of any width) or [B, T, C] -> [B, T, D]."""
+        return self.embedding(inputs if self.config.num_tokens is None else inputs.long())
 
     def encode(self, embedded: Tensor, lengths: Tensor | None = None) -> Tensor:
         """`forward` from what `embed` made of the inputs, embedded [B, T, D]."""

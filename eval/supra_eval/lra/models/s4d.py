@@ -10,6 +10,7 @@ Both directions are two kernels with an A and Δ in common, the second over what
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from .config import STATE_SIZE, EncoderConfig, S4DStart
 from .softmax import Rotary
 
 SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
+LARGEST_KERNEL_RATE = 1e-3
 
 
 class S4DKernel(KeepsFloat32):
@@ -107,6 +109,17 @@ def convolve(u: Tensor, kernels: Tensor) -> Tensor:
         # The end of a circular kernel is its time before 0, the last entry that of one position ahead.
         kernel = kernel + F.pad(kernels[1].flip(-1), (size - T, 0))
     return torch.fft.irfft(torch.fft.rfft(u, size) * torch.fft.rfft(kernel, size), size)[..., :T]
+
+
+def parameter_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    """An optimiser's groups: S4D's kernels learn at most at 1e-3 and never decay, as in S4's own training."""
+    kernels = [p for m in model.modules() if isinstance(m, S4DKernel) for p in m.parameters()]
+    apart = {id(p) for p in kernels}
+    rest = [p for p in model.parameters() if id(p) not in apart]
+    groups: list[dict[str, Any]] = [{"params": rest, "lr": lr, "weight_decay": weight_decay}]
+    if kernels:
+        groups.append({"params": kernels, "lr": min(lr, LARGEST_KERNEL_RATE), "weight_decay": 0.0})
+    return groups
 
 
 def fft_size(least: int) -> int:
