@@ -148,9 +148,9 @@ class SupraLinearAttention(nn.Module):
         return q, k, v
 
     def map_features(
-        self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor]
+        self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the rotated q and k [..., D] for the window, and φ(q), φ(k) [..., K] for the state."""
+        """Return q and k [..., D], rotated for the window, and φ(q), φ(k) [..., K] for the state; None: no RoPE."""
         map_q = self.feature_map_q
         map_k = self.feature_map_k if hasattr(self, "feature_map_k") else self.feature_map_q
         if self.config.rope_position == "before":
@@ -224,7 +224,7 @@ class SupraLinearAttention(nn.Module):
             output, state = window_part[0], None
         else:
             linear_part, state = self._linear(mapped_q, mapped_k, v, log_decay, memory, packing)
-            output = self._normalise(linear_part, window_part)
+            output = self.normalise(linear_part, window_part)
         if memory is not None:
             lengths = num_columns if packing is None else packing.lengths
             memory.store(num_columns, state, streams, sinks, past.num_seen + lengths if self.window else None)
@@ -257,7 +257,7 @@ class SupraLinearAttention(nn.Module):
         )  # fmt: skip
         linear_part, state = self._linear(mapped_q, leaving_k, leaving_v, log_decay, memory, None)
         memory.store(1, state, streams, sinks, num_seen + 1)
-        return window_part[0] if self.ablation == "window_only" else self._normalise(linear_part, window_part)
+        return window_part[0] if self.ablation == "window_only" else self.normalise(linear_part, window_part)
 
     def _past(
         self, memory: RecurrentLayer | None, num_sequences: int, remembered: tuple[Tensor, ...]
@@ -313,13 +313,7 @@ class SupraLinearAttention(nn.Module):
         packing: Packing | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The linear part [.., H, V] in fp32 (last column: the denominator, if there is one), and the new state."""
-        accumulate = torch.float64 if v.dtype == torch.float64 else torch.float32
-        v = v.to(accumulate)
-        scale = self.head_dim**-0.5
-        if self.config.attention_norm == "denominator":
-            # The normaliser is a column of values that are all 1. Where the window delays the stream, slots before
-            # the first token have φ(k) = 0, so their 1 counts nothing.
-            v, scale = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1), 1.0
+        v, scale = self.summands(v)
         initial_state = None if memory is None else memory.recurrent_state
         if packing is None and v.shape[1] == 1 and initial_state is not None:
             output, state = linear_attention_step(
@@ -338,7 +332,16 @@ class SupraLinearAttention(nn.Module):
             cu_seqlens=None if packing is None else packing.cu_seqlens, backend=self.backend,
         )  # fmt: skip
 
-    def _normalise(self, linear_part: Tensor, window_part: tuple[Tensor, Tensor] | None) -> Tensor:
+    def summands(self, v: Tensor) -> tuple[Tensor, float]:
+        """v [.., H, D] -> what the state sums [.., H, V] in fp32 (fp64 where v is), and the scale of its output."""
+        v = v.to(torch.float64 if v.dtype == torch.float64 else torch.float32)
+        if self.config.attention_norm == "denominator":
+            # The normaliser is a column of values that are all 1. Where the window delays the stream, slots before
+            # the first token have φ(k) = 0, so their 1 counts nothing.
+            return torch.cat((v, torch.ones_like(v[..., :1])), dim=-1), 1.0
+        return v, self.head_dim**-0.5
+
+    def normalise(self, linear_part: Tensor, window_part: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """linear_part [.., H, V] and the window's (output [.., H, D], lse [.., H]) -> output [.., H, D]."""
         if self.config.attention_norm == "group_norm":
             flat = linear_part.flatten(0, 1).flatten(1)
@@ -357,8 +360,10 @@ class SupraLinearAttention(nn.Module):
         return (output.to(numerator.dtype) + ratio * numerator) / (1 + ratio * denominator)
 
 
-def _rotate(q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _rotate(q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     """RoPE on q [B, T, H, K] and k [B, T, G, K]; features wider than a head are rotated D at a time."""
+    if position_embeddings is None:
+        return q, k
     cos, sin = position_embeddings
     pieces = q.shape[-1] // cos.shape[-1]
     if pieces == 1:
