@@ -1,10 +1,73 @@
-"""`supra lra`: Long Range Arena's tasks, and small ones of their kind that are generated here."""
+"""`supra lra`: long-range tasks, their data, and models compared on them from scratch and after self-pretraining."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from .cli_lra_data import data_app
+from .console import Json, Threads, say, set_threads
+from .errors import UserError
 
-lra_app = typer.Typer(no_args_is_help=True, help="Long-range classification tasks: their data.")
+lra_app = typer.Typer(
+    no_args_is_help=True,
+    help="Long-range tasks: their data, and softmax against linear models, from scratch and after self-pretraining.",
+)
 lra_app.add_typer(data_app, name="data")
+
+
+@lra_app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe of this kind (mnist1d, …) or a YAML file.")],
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Folder of the runs; runs/NAME.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a field: training.epochs=10, seeds=[0,1].")
+    ] = None,
+    threads: Threads = 0,
+    as_json: Json = False,
+) -> None:
+    """Run a comparison's whole grid; run again, it does what is left. Several processes (torchrun) share it out."""
+    from supra_eval.lra import recipe as recipes
+
+    comparison = recipes.load(recipe, overrides or [])
+    folder = out or Path("runs") / comparison.name
+    set_threads(threads)
+    from accelerate import PartialState
+
+    from supra_eval.lra.report import read_cells
+    from supra_eval.lra.source import open_task
+    from supra_eval.lra.sweep import Share, run
+
+    state = PartialState()
+    with state.main_process_first():
+        task, baselines = open_task(comparison.task, folder / "task", say)
+    for name, accuracy in baselines.items():
+        say(f"{name}: {100 * accuracy:.1f} % on test")
+    run(comparison, task, baselines, folder, Share(state.process_index, state.num_processes), say)
+    if state.is_main_process:
+        finished = len(read_cells(folder))
+        done = {"folder": str(folder), "runs": len(comparison.cells()), "finished": finished}
+        typer.echo(json.dumps(done) if as_json else f"{folder}: {finished} of {done['runs']} runs finished")
+        say(f"next: supra lra report {folder} -o {folder}/report")
+
+
+@lra_app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Folders that `supra lra run` wrote.")],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="Folder of table.md, results.json and accuracy.png.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """One table and one plot from any set of runs: mean and standard deviation over seeds, trivial baselines."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(str(folder), "is no folder", "Give folders that `supra lra run` wrote")
+    from supra_eval.lra.report import write
+
+    table = write(folders, out)
+    typer.echo((out / "results.json").read_text() if as_json else table)
+    say(f"wrote {out}/table.md, {out}/accuracy.png")
