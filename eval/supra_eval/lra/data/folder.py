@@ -168,6 +168,6 @@ def refuse_shared(task: Task) -> None:
                 raise SupraError(
                     f"task {task.name}",
                     f"has the same input in {seen[row]} and {split}",
-                    "Give another --seed, or fewer examples: there may not be so many that differ",
+                    "Choose another seed, fewer examples (there may not be so many that differ) or another set",
                 )
         seen |= dict.fromkeys(rows, split)
