@@ -29,3 +29,14 @@ PositiveCount = Annotated[Count, Field(gt=0)]
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Documented(Section):
+    """What every kind of recipe says of itself: what it does, its source, its cost and what to expect."""
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    source: str = ""
+    cost: str = ""
+    expected: str = ""
+    command: str = ""

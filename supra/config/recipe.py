@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from supra.config.conversion import Conversion
 from supra.config.data import Data
-from supra.config.fields import Count, Section, comma_list
+from supra.config.fields import Count, Documented, comma_list
 from supra.config.stage import Stage
 
 
@@ -24,15 +24,9 @@ def _refuse_in_shards(stage: Stage) -> None:
         raise ValueError(f"{stage.name}: DoRA needs the norms of whole weights, which fsdp2 has in shards")
 
 
-class Recipe(Section):
-    """One documented run; the prose fields say what it does, its source, its cost and what to expect."""
+class Recipe(Documented):
+    """One documented run: what it converts, what it reads, and its stages."""
 
-    name: str = Field(min_length=1)
-    description: str = ""
-    source: str = ""
-    cost: str = ""
-    expected: str = ""
-    command: str = ""
     seed: Annotated[Count, Field(ge=0, lt=2**32)] = 0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from supra import recipe_io
 from supra.config import Optimizer
-from supra.config.fields import Count, PositiveCount, Real, Section
+from supra.config.fields import Count, Documented, PositiveCount, Real, Section
 from supra_eval.lra.models.config import EncoderConfig
 
 Mode = Literal["scratch", "masked", "scratch_causal", "causal"]
@@ -82,15 +82,9 @@ class Cell(NamedTuple):
         return self.mode in ("masked", "causal")
 
 
-class Comparison(Section):
-    """A whole grid of runs; the prose fields say what it does, its source, its cost and what to expect."""
+class Comparison(Documented):
+    """A whole grid of runs on one task."""
 
-    name: str = Field(min_length=1)
-    description: str = ""
-    source: str = ""
-    cost: str = ""
-    expected: str = ""
-    command: str = ""
     task: TaskSource
     encoder: dict[str, Any] = {}  # fields of EncoderConfig that all models share
     models: tuple[ModelSettings, ...] = Field(min_length=1)

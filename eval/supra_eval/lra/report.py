@@ -76,7 +76,7 @@ def rows_of(cells: Iterable[dict[str, Any]]) -> list[Row]:
         key = tuple(cell[name] for name in ("comparison", "task", "model", "mode", "share", "fraction"))
         found.setdefault(key, []).append(cell["test_accuracy"])
     order = list(MODES)
-    rows = [Row(*key, accuracies=tuple(values)) for key, values in found.items()]
+    rows = [Row(*key, tuple(values)) for key, values in found.items()]
     return sorted(rows, key=lambda r: (r.comparison, -r.fraction, r.model, r.share, order.index(r.mode)))
 
 
@@ -128,7 +128,8 @@ def write(folders: list[Path], out: Path) -> str:
         UserError: a folder without runs, or two folders of one comparison.
         SupraError: `out` cannot be written.
     """
-    cells, baselines = [], {}
+    cells: list[dict[str, Any]] = []
+    baselines: dict[str, dict[str, float]] = {}
     for folder in folders:
         found = read_cells(folder)
         names = {cell["comparison"] for cell in found}
