@@ -13,6 +13,7 @@ from supra.errors import SupraError, UserError
 from supra.train.run_folder import write_whole
 
 CELLS_NAME = "cells"
+FIELDS = ("comparison", "task", "model", "mode", "share", "fraction")  # in which runs of one row agree
 MODES = {
     "scratch": "scratch",
     "masked": "masked SPT",
@@ -73,10 +74,12 @@ def rows_of(cells: Iterable[dict[str, Any]]) -> list[Row]:
     """One row for each model, mode, share and fraction, in the order in which they first occur."""
     found: dict[tuple[Any, ...], list[float]] = {}
     for cell in cells:
-        key = tuple(cell[name] for name in ("comparison", "task", "model", "mode", "share", "fraction"))
+        key = tuple(cell[name] for name in FIELDS)
         found.setdefault(key, []).append(cell["test_accuracy"])
     order = list(MODES)
-    rows = [Row(*key, tuple(values)) for key, values in found.items()]
+    rows = [
+        Row(**dict(zip(FIELDS, key, strict=True)), accuracies=tuple(values)) for key, values in found.items()
+    ]
     return sorted(rows, key=lambda r: (r.comparison, -r.fraction, r.model, r.share, order.index(r.mode)))
 
 
