@@ -41,16 +41,19 @@ def run(
     from supra_eval.lra.source import open_task
     from supra_eval.lra.sweep import Share, run
 
-    state = PartialState()
+    state = PartialState(
+        cpu=True
+    )  # without it Accelerate would look for GPUs, and each process would stay alone
     with state.main_process_first():
         task, baselines = open_task(comparison.task, folder / "task", say)
     for name, accuracy in baselines.items():
         say(f"{name}: {100 * accuracy:.1f} % on test")
     run(comparison, task, baselines, folder, Share(state.process_index, state.num_processes), say)
+    # No barrier: a process whose runs are done need not wait hours for the others'.
     if state.is_main_process:
-        finished = len(read_cells(folder))
-        done = {"folder": str(folder), "runs": len(comparison.cells()), "finished": finished}
-        typer.echo(json.dumps(done) if as_json else f"{folder}: {finished} of {done['runs']} runs finished")
+        finished, total = len(read_cells(folder)), len(comparison.cells())
+        done = {"folder": str(folder), "runs": total, "finished": finished}
+        typer.echo(json.dumps(done) if as_json else f"{folder}: {finished} of {total} runs finished")
         say(f"next: supra lra report {folder} -o {folder}/report")
 
 
