@@ -22,6 +22,7 @@ from supra.train.parallel import Processes
 from supra.train.precision import Precision, make_accelerator
 from supra.train.sharding import load_sharded, num_sharded_units
 from supra.train.streaming import TokenStream
+from supra.train.teacher import moved_teacher
 from supra.train.token_store import TokenStore
 from supra.train.tokens import load_tokens
 from supra.train.trackers import require_trackers
@@ -141,6 +142,8 @@ def prepare(recipe: Recipe, model_dir: Path, run_dir: Path, reporter: Reporter) 
     check_files(model_dir, outline)
     for stage in recipe.stages:
         check_trainable(stage, outline)
+    if warning := moved_teacher(recipe, model_dir):
+        reporter.warn(warning)
     budget = make_budget(
         recipe,
         outline,

@@ -1,11 +1,14 @@
 """The teacher as the same network with every layer softmax, made of the student's own tensors."""
 
 import copy
+import json
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from supra.config import Recipe
 from supra.models import SupraForCausalLM
 from supra.train.sharding import is_sharded, sharded_teacher
 
@@ -28,6 +31,21 @@ def build_teacher(student: SupraForCausalLM) -> SupraForCausalLM:
     teacher.tie_weights()
     teacher.model.rotary_emb = student.model.rotary_emb  # its frequencies are a buffer outside the state dict
     return teacher.requires_grad_(False).eval()
+
+
+def moved_teacher(recipe: Recipe, model_dir: Path) -> str | None:
+    """What to tell a user whose recipe learns from a teacher that an earlier run has moved away from the original."""
+    origin = model_dir / "supra.json"
+    earlier = json.loads(origin.read_text(encoding="utf-8")).get("training") if origin.is_file() else None
+    moved = [stage["name"] for stage in (earlier or {}).get("stages", ()) if stage["trainable"] != "new"]
+    learning = [stage.name for stage in recipe.stages if stage.loss != "ce"]
+    if earlier is None or not moved or not learning:
+        return None
+    return (
+        f"the teacher of {', '.join(learning)} is {model_dir} with softmax attention, and run {earlier['recipe']} has "
+        f"moved its weights in {', '.join(moved)}: it is not the model that was converted. To distil from that one, "
+        "train all stages in one recipe, from the folder that `supra convert` wrote"
+    )
 
 
 def detach_from_teacher(parameters: dict[str, nn.Parameter], teacher: SupraForCausalLM) -> None:

@@ -1,6 +1,8 @@
 """The teacher that training compares with is the one that was converted, sliding windows included."""
 
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from supra.config import Conversion
+from supra.config import Conversion, Recipe
 from supra.convert import execute, make_plan
 from supra.loading import load_model
 from supra.train.teacher import build_teacher
+from supra.train.trainer import run_training
 
 SHAPE = {
     "vocab_size": 64,
@@ -45,3 +48,23 @@ def test_rebuilt_teacher_equals_the_source_past_its_sliding_window(kind: str, tm
     ids = torch.randint(0, 64, (2, 20))
     with torch.no_grad():
         assert torch.equal(build_teacher(student)(ids).logits, source(ids).logits)
+
+
+def test_a_teacher_that_an_earlier_run_moved_is_named(
+    tiny: ModuleType, model_dir: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(name: str, model: Path, **changes: Any) -> tuple[Path, str]:
+        recipe = Recipe.model_validate(tiny.raw_recipe(text_file, tiny.stage(name=name, **changes)))
+        out = run_training(recipe, model, tmp_path / name)
+        return out, capsys.readouterr().err
+
+    transferred, said = train("transfer", model_dir)
+    assert "warning" not in said
+    distilled, said = train(
+        "distill", transferred, trainable="adapters", loss="kl"
+    )  # only new weights had moved
+    assert "warning" not in said
+    _, said = train("again", distilled, trainable="adapters", loss="kl")
+    assert "the teacher of again is" in said and "has moved its weights in distill" in said
+    _, said = train("longer", distilled, trainable="adapters", loss="ce")  # has no teacher
+    assert "warning" not in said
