@@ -14,11 +14,27 @@ import typer
 from . import __version__
 from .cli_convert import convert, inspect
 from .cli_eval import evaluate, report
-from .cli_lra import lra_app
 from .cli_recipes import recipes_app
 from .cli_train import train
 from .console import Backend, Device, Dtype, Json, Threads, say, set_threads, show
 from .errors import SupraError
+
+
+class LraGroup(typer.core.TyperGroup):
+    """`supra lra`, whose many commands are built when one is asked for: `supra --help` stays fast."""
+
+    @property
+    def _own(self) -> Any:
+        from .cli_lra import lra_app
+
+        return typer.main.get_group(lra_app)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self._own.list_commands(ctx))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return self._own.get_command(ctx, cmd_name)
+
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -26,7 +42,13 @@ app = typer.Typer(
     epilog="Start with: supra demo · or: supra inspect MODEL, supra convert MODEL -o OUT, supra train RECIPE",
 )  # fmt: skip
 app.add_typer(recipes_app, name="recipes")
-app.add_typer(lra_app, name="lra")
+app.add_typer(
+    typer.Typer(
+        cls=LraGroup, no_args_is_help=True,
+        help="Long-range tasks: their data, and softmax and linear models from scratch and after self-pretraining.",
+    ),
+    name="lra",
+)  # fmt: skip
 app.command()(inspect)
 app.command()(convert)
 app.command(name="eval")(evaluate)

@@ -12,10 +12,7 @@ from .cli_lra_data import data_app
 from .console import Json, Threads, say, set_threads
 from .errors import UserError
 
-lra_app = typer.Typer(
-    no_args_is_help=True,
-    help="Long-range tasks: their data, and softmax against linear models, from scratch and after self-pretraining.",
-)
+lra_app = typer.Typer(no_args_is_help=True)
 lra_app.add_typer(data_app, name="data")
 
 
