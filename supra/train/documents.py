@@ -148,7 +148,7 @@ def _read_parquet(source: Source, data: Data, option: str, first: int) -> _Named
 
 
 def _read_mediawiki(source: Source, data: Data, option: str, first: int) -> _NamedRows:
-    articles = islice(read_articles(Path(source.where)), first, None)
+    articles = read_articles(Path(source.where), first)
     return ((f"{source.where} article {article['title']}", dict(article)) for article in articles)
 
 

@@ -19,25 +19,26 @@ _BACK_MATTER = re.compile(
 )
 
 
-def read_articles(path: Path) -> Iterator[dict[str, str]]:
-    """The articles of a dump as `{"title", "text"}`, in order: no redirects, no talk, and of each page its prose.
+def read_articles(path: Path, first: int = 0) -> Iterator[dict[str, str]]:
+    """The articles of a dump from number `first` on as `{"title", "text"}`: no redirects, no talk, and prose alone.
+
+    Memory holds one page at a time; wikitext before `first` is not parsed.
 
     Raises:
         UserError: it is no such dump, it is cut off, or mwparserfromhell is not installed.
     """
-    parser, found = _wikitext_parser(path), False
+    parser = _wikitext_parser(path)
+    number, found = 0, False
     try:
-        with bz2.open(path) if path.suffix == ".bz2" else open(path, "rb") as stream:
-            for _, page in ElementTree.iterparse(stream):
-                if page.tag.endswith("}page") or page.tag == "page":
-                    fields = {child.tag.rpartition("}")[2]: child for child in page.iter()}
-                    found = True
-                    if fields["ns"].text == "0" and "redirect" not in fields:
-                        yield {
-                            "title": fields["title"].text or "",
-                            "text": _prose(parser, fields["text"].text or ""),
-                        }
-                    page.clear()
+        for page in _pages(path):
+            fields = {child.tag.rpartition("}")[2]: child for child in page.iter()}
+            found = True
+            if fields["ns"].text != "0" or "redirect" in fields:
+                continue
+            if number >= first:
+                text = _prose(parser, fields["text"].text or "")
+                yield {"title": fields["title"].text or "", "text": text}
+            number += 1
     except (ElementTree.ParseError, EOFError, KeyError) as error:
         reason = f"is no whole MediaWiki dump ({error or type(error).__name__})"
         raise UserError(
@@ -51,6 +52,16 @@ def read_articles(path: Path) -> Iterator[dict[str, str]]:
         raise UserError(
             str(path), "holds no article", "Name a MediaWiki dump: *-pages-articles*.xml or .xml.bz2."
         )
+
+
+def _pages(path: Path) -> Iterator[ElementTree.Element]:
+    with bz2.open(path) if path.suffix == ".bz2" else open(path, "rb") as stream:
+        events = ElementTree.iterparse(stream, events=("start", "end"))
+        _, root = next(events)
+        for event, element in events:
+            if event == "end" and element.tag.rpartition("}")[2] == "page":
+                yield element
+                root.clear()  # else the emptied pages of a whole Wikipedia pile up under it
 
 
 def _wikitext_parser(path: Path) -> Any:

@@ -2,13 +2,15 @@
 
 import bz2
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from supra.config import Data
 from supra.errors import UserError
-from supra.train.documents import read_documents
+from supra.train import mediawiki
+from supra.train.documents import read_documents, read_rows
 from supra.train.sources import find_sources
 
 ARTICLE = """{{Infobox|name=Albedo}}
@@ -89,3 +91,31 @@ def test_the_parser_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "mwparserfromhell", None)
     with pytest.raises(UserError, match="pip install mwparserfromhell"):
         documents(tmp_path / "a.xml")
+
+
+def test_reading_on_from_an_article_parses_none_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.xml"
+    talk = page("Talk:A", "No.", ns=1)
+    path.write_bytes(dump(page("A", "First."), talk, page("B", "Second."), page("C", "Third.")))
+    parsed: list[str] = []
+    prose = mediawiki._prose
+    monkeypatch.setattr(mediawiki, "_prose", lambda parser, text: parsed.append(text) or prose(parser, text))
+    data = Data(train=(str(path),))
+    rows = list(read_rows(find_sources(data)[0][0], data, first=1))
+    assert [(row.number, row.value) for row in rows] == [(1, "Second."), (2, "Third.")]
+    assert parsed == ["Second.", "Third."]
+
+
+def test_memory_does_not_grow_with_the_number_of_pages(tmp_path: Path) -> None:
+    path = tmp_path / "a.xml"
+    redirect = page("R", "#REDIRECT [[A]]", more='<redirect title="A" />')
+    peaks = []
+    for count in (2_000, 20_000):
+        path.write_bytes(dump(*[redirect] * count, page("A", "Text.")))
+        tracemalloc.start()
+        assert [article["title"] for article in mediawiki.read_articles(path)] == ["A"]
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 200_000  # ten times the pages; each took some 300 bytes while they piled up
