@@ -40,17 +40,12 @@ def listops(
         train=train, validation=validation, test=test, min_length=min_length, max_length=max_length
     )
 
-    def make() -> Task:
-        from supra_eval.lra.data import listops as generator
-
-        return generator.make(seed=seed, say=say, **settings)
-
     def extra(task: Task, folder: Path) -> None:
         from supra_eval.lra.data.listops import write_tsv
 
         write_tsv(task, folder)
 
-    _write(out, seed, settings, make, overwrite, as_json, extra if tsv else None)
+    _write("listops", out, seed, settings, overwrite, as_json, extra if tsv else None)
 
 
 @data_app.command()
@@ -69,12 +64,7 @@ def pathfinder(
         num_distractors=distractors,
     )  # fmt: skip
 
-    def make() -> Task:
-        from supra_eval.lra.data import pathfinder as generator
-
-        return generator.make(seed=seed, say=say, **settings)
-
-    _write(out, seed, settings, make, overwrite, as_json)
+    _write("pathfinder", out, seed, settings, overwrite, as_json)
 
 
 @data_app.command()
@@ -86,12 +76,7 @@ def mnist1d(
     """Ten short templates, stretched, moved and noised, by the generator of the package mnist1d."""
     settings = dict(train=train, validation=validation, test=test, length=length)
 
-    def make() -> Task:
-        from supra_eval.lra.data import mnist1d as generator
-
-        return generator.make(seed=seed, say=say, **settings)
-
-    _write(out, seed, settings, make, overwrite, as_json)
+    _write("mnist1d", out, seed, settings, overwrite, as_json)
 
 
 @data_app.command()
@@ -113,12 +98,7 @@ def chain(
         test_steps=test_steps and _range("--test-steps", test_steps), largest_step=largest_step, rule=rule,
     )  # fmt: skip
 
-    def make() -> Task:
-        from supra_eval.lra.data import chain as generator
-
-        return generator.make(seed=seed, say=say, **settings)
-
-    _write(out, seed, settings, make, overwrite, as_json)
+    _write("chain", out, seed, settings, overwrite, as_json)
 
 
 @data_app.command()
@@ -133,12 +113,7 @@ def ucr(
     """Real time series of the UCR and UEA archives, out of the wheel aeon."""
     settings: dict[str, Any] = dict(name=name, validation=validation)
 
-    def make() -> Task:
-        from supra_eval.lra.data import ucr as reader
-
-        return reader.make(seed=seed, **settings)
-
-    _write(out, seed, settings, make, overwrite, as_json)
+    _write("ucr", out, seed, settings, overwrite, as_json)
 
 
 @data_app.command("show")
@@ -164,16 +139,18 @@ def show_task(
 
 
 def _write(
-    out: Path, seed: int, settings: dict[str, Any], make: Callable[[], Task], overwrite: bool, as_json: bool,
+    name: str, out: Path, seed: int, settings: dict[str, Any], overwrite: bool, as_json: bool,
     extra: Callable[[Task, Path], None] | None = None,
 ) -> None:  # fmt: skip
     """Make a task, write its folder, say what was written; refused before anything is made where it exists."""
     from supra_eval.lra.data.folder import refuse_existing, write_task
     from supra_eval.lra.data.summary import summarise
+    from supra_eval.lra.recipe import TaskSource
+    from supra_eval.lra.source import generate
 
     refuse_existing(out, overwrite)
     start = time.monotonic()
-    task = make()
+    task = generate(TaskSource(name=name, seed=seed, settings=settings), say)
     meta = write_task(
         task, out, seed=seed, settings=settings, summary=summarise(task), overwrite=overwrite,
         extra=None if extra is None else lambda folder: extra(task, folder),

@@ -40,3 +40,6 @@ class Documented(Section):
     cost: str = ""
     expected: str = ""
     command: str = ""
+
+
+PROSE = frozenset(Documented.model_fields) - {"name"}  # changes no result

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from supra.config.conversion import Conversion
 from supra.config.data import Data
-from supra.config.fields import Count, Documented, comma_list
+from supra.config.fields import PROSE, Count, Documented, comma_list
 from supra.config.stage import Stage
 
 
@@ -80,19 +80,7 @@ class Recipe(Documented):
 
 
 # Prose, and what is only watched or kept, or how processes share the work: a resume may change these.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "description",
-        "source",
-        "cost",
-        "expected",
-        "command",
-        "checkpoint_every_steps",
-        "max_loss_ratio",
-        "trackers",
-        "strategy",
-    }
-)
+_WITHOUT_EFFECT = PROSE | {"checkpoint_every_steps", "max_loss_ratio", "trackers", "strategy"}
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

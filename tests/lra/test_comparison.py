@@ -88,6 +88,12 @@ def test_shipped_recipes_load_and_their_encoders_can_be_built() -> None:
             Encoder(comparison.encoder_of(cell, num_tokens=None, channels=1))
 
 
+def test_one_epoch_is_enough_where_nothing_is_pretrained() -> None:
+    assert recipe("training.epochs=1", "modes=[scratch]").training.epochs == 1
+    with pytest.raises(UserError, match=r"leave none for a part with share 0\.5"):
+        recipe("training.epochs=1", "modes=[scratch, masked]")
+
+
 @pytest.mark.parametrize("budget", ["tied", "extra"])
 def test_the_budget_is_what_the_protocol_says(budget: str) -> None:
     training = recipe(f"training.budget={budget}").training

@@ -17,6 +17,7 @@ from supra.config.fields import Count, Documented, PositiveCount, Real, Section
 from supra_eval.lra.models.config import EncoderConfig
 
 Mode = Literal["scratch", "masked", "scratch_causal", "causal"]
+PRETRAINED: tuple[Mode, ...] = ("masked", "causal")
 KIND = "lra"  # the folder of shipped recipes
 
 Share = Annotated[Real, Field(gt=0, lt=1)]
@@ -79,7 +80,7 @@ class Cell(NamedTuple):
 
     @property
     def is_pretrained(self) -> bool:
-        return self.mode in ("masked", "causal")
+        return self.mode in PRETRAINED
 
 
 class Comparison(Documented):
@@ -97,10 +98,14 @@ class Comparison(Documented):
     @field_validator("training")
     @classmethod
     def _each_part_lasts_an_epoch(cls, value: Training, info: ValidationInfo) -> Training:
-        for cell_share in info.data.get("shares", ()):
-            probe = Cell("", "masked", cell_share, 1.0, 0)
-            if min(value.epochs_of(probe)) < 1:
-                raise ValueError(f"{value.epochs} epochs leave none for a part with share {cell_share:g}")
+        probes = [
+            Cell("", mode, share, 1.0, 0)
+            for mode in info.data.get("modes", ())
+            for share in info.data.get("shares", ())
+        ]
+        for probe in probes:
+            if probe.is_pretrained and min(value.epochs_of(probe)) < 1:
+                raise ValueError(f"{value.epochs} epochs leave none for a part with share {probe.share:g}")
         return value
 
     @field_validator("models", "modes", "shares", "fractions", "seeds")
@@ -145,7 +150,7 @@ class Comparison(Documented):
             for fraction in self.fractions
             for model in self.models
             for mode in self.modes
-            for share in (self.shares if mode in ("masked", "causal") else (0.0,))
+            for share in (self.shares if mode in PRETRAINED else (0.0,))
         ]
 
 

@@ -24,7 +24,7 @@ MODES = {
 
 @dataclass(frozen=True)
 class Row:
-    """Test accuracies (0–1) of one model under one mode; `num_done` of `num_seeds` runs are finished."""
+    """Test accuracies (0–1) of one model under one mode, one for each seed whose run is finished."""
 
     comparison: str
     task: str

@@ -63,7 +63,8 @@ def run_cell(
     last.restore_best()
     return {
         "comparison": comparison.name, "task": task.name, **cell._asdict(),
-        "test_accuracy": accuracy(classifier, task.test), "validation_accuracy": last.best,
+        "test_accuracy": accuracy(classifier, task.test, comparison.training.batch_size),
+        "validation_accuracy": last.best,
         "best_epoch": last.best_epoch, "epochs": last.epochs, "pretrain_epochs": sum(p.epochs for p in phases[:-1]),
         "train_examples": len(train), "parameters": sum(p.numel() for p in classifier.parameters()),
         "curves": {phase.name: {"loss": phase.losses, "validation": phase.curve} for phase in phases},
@@ -79,13 +80,11 @@ def nested_share(examples: Examples, cell: Cell) -> Examples:
     return examples[np.sort(order[: max(1, round(cell.fraction * len(examples)))])]
 
 
-def accuracy(classifier: Classifier, examples: Examples, batch_size: int = 100) -> float:
+@torch.inference_mode()
+def accuracy(classifier: Classifier, examples: Examples, batch_size: int) -> float:
     """The share of examples whose class comes out largest, 0 to 1."""
-    right = 0
-    classifier.eval()
-    with torch.inference_mode():
-        for batch in _batches(examples, batch_size):
-            right += int((_logits(classifier, batch).argmax(-1) == _tensor(batch.labels)).sum())
+    batches = _batches(examples, batch_size)
+    right = sum(int((_logits(classifier, b).argmax(-1) == _tensor(b.labels)).sum()) for b in batches)
     return right / len(examples)
 
 
@@ -127,7 +126,7 @@ def _task_phase(comparison: Comparison, cell: Cell, task: Task, classifier: Clas
     optimizer = training.optimizer.model_copy(update={"lr": comparison.lr_of(cell)})
     _, epochs = training.epochs_of(cell)
     return Phase(
-        "task", classifier, loss, lambda: accuracy(classifier, task.validation),
+        "task", classifier, loss, lambda: accuracy(classifier, task.validation, training.batch_size),
         epochs=epochs, batch_size=training.batch_size, optimizer=optimizer, seed=cell.seed,
     )  # fmt: skip
 

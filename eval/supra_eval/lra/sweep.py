@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from supra.config.fields import PROSE
 from supra.errors import SupraError, UserError
 from supra.train.run_folder import versions, write_whole
 from supra_eval.lra.recipe import Cell, Comparison
@@ -18,7 +19,6 @@ from supra_eval.lra.runner import run_cell
 from supra_eval.lra.task import Task
 
 RECIPE_NAME = "recipe.yaml"
-_PROSE = {"description", "source", "cost", "expected", "command"}
 _GRID = {"models", "modes", "shares", "fractions", "seeds"}  # may grow from one command to the next
 
 
@@ -82,7 +82,7 @@ def _keep(result: dict[str, Any], path: Path) -> None:
 def _claim(comparison: Comparison, out: Path, *, write: bool) -> None:
     """Write the recipe into a new folder; compare it with the one there, in all that decides a run's result."""
     path = out / RECIPE_NAME
-    mine = comparison.model_dump(mode="json", exclude=_PROSE)
+    mine = comparison.model_dump(mode="json", exclude=set(PROSE))
     if path.exists():
         theirs = yaml.safe_load(path.read_text(encoding="utf-8"))
         differing = [key for key in mine.keys() - _GRID if mine[key] != theirs.get(key)]
