@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from supra.cli import app
@@ -31,7 +32,8 @@ def _parse(words: list[str]) -> tuple[str, dict[str, Any]]:
     assert words[0] == "supra", words
     command: Any = get_command(app)
     name, rest = "", words[1:]
-    while hasattr(command, "commands"):
-        assert rest[0] in command.commands, words
-        name, command, rest = f"{name} {rest[0]}".strip(), command.commands[rest[0]], rest[1:]
+    while isinstance(command, TyperGroup):
+        context = command.make_context("supra", rest[:1], resilient_parsing=True)
+        assert rest[0] in command.list_commands(context), words
+        name, command, rest = f"{name} {rest[0]}".strip(), command.get_command(context, rest[0]), rest[1:]
     return name, command.make_context(name, rest).params

@@ -36,10 +36,19 @@ def test_pictures_exist() -> None:
 
 
 def test_every_command_line_can_be_given(parse: Any) -> None:
-    text = README.replace("\\\n", " ")
-    lines = re.findall(r"^ *((?:supra|torchrun) .*)", text, flags=re.MULTILINE)
+    text = f"{README}\n{(ROOT / 'eval/README.md').read_text(encoding='utf-8')}".replace("\\\n", " ")
+    lines = re.findall(r"^ *(?:[A-Z_]+=\S+ )*((?:supra|torchrun) .*)", text, flags=re.MULTILINE)
     used = {parse(shlex.split(line, comments=True))[0] for line in lines}
-    assert {"convert", "train", "eval", "report", "generate", "recipes show"} <= used
+    assert {
+        "convert",
+        "train",
+        "eval",
+        "report",
+        "generate",
+        "recipes show",
+        "lra run",
+        "lra data chain",
+    } <= used
 
 
 def test_every_launch_file_is_named_as_it_is_used() -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from supra import config, recipe_io, recipes
 from supra.cli import app
+from supra_eval.lra import recipe as comparisons
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.stem for path in recipe_io.shipped_folder().glob("*.yaml"))
@@ -73,6 +74,18 @@ def test_a_recipes_command_can_be_given(name: str, parse: Any) -> None:
         assert trained.conversion.resolve() == converted
         model = options["out"] / "model"
     assert ("torchrun" in recipe.command) >= (recipe.strategy == "fsdp2"), "it refuses a single process"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((recipe_io.shipped_folder() / "lra").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_a_comparisons_command_can_be_given(path: Path, parse: Any) -> None:
+    comparison = comparisons.load(path)
+    (run, options), (report, reported) = [
+        parse(shlex.split(part)) for part in comparison.command.split(" && ")
+    ]
+    assert (run, report) == ("lra run", "lra report")
+    assert options["recipe"] == path.stem and reported["folders"] == [options["out"]]
 
 
 def test_computed_hours_are_not_passed_off_as_measured() -> None:
