@@ -58,14 +58,18 @@ def _on_device(kind: str, num_heads: int, device: torch.device, dtype: torch.dty
 
 
 class LearnedDecay(KeepsFloat32):
-    """log γ_h = −softplus(w_h), one learned value per head, starting at ALiBi's; kept in fp32."""
+    """log γ_h = −softplus(w_h), one learned value per head, starting at RetNet's; kept in fp32.
+
+    RetNet's heads halve a token's weight in 22, 44, 88, … steps. From ALiBi's, the fastest of which take one or two, a Hedgehog
+    layer without a window does not get back to the first token, on which its teacher rests (docs/LOG.md).
+    """
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads))
 
     def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
-        target = -fixed_log_decay("alibi", self.weight.shape[0])
+        target = -fixed_log_decay("retnet", self.weight.shape[0])
         return {"weight": torch.log(torch.expm1(target)).float()}
 
     def forward(self, like: Tensor) -> Tensor:
@@ -77,7 +81,7 @@ class GatedDecay(KeepsFloat32):
     """log γ_{t,h} = −softplus(w_h·x_t + b_h) from the layer's input x_t: each token says what a head forgets.
 
     One value per head and token as in Mamba-2 (arXiv 2405.21060: −exp(A_log)·softplus(w·x + b), here with A_log = 0),
-    which is a forget gate γ = σ(−w·x − b). w starts at 0 and b at ALiBi's decays, as `LearnedDecay` does, so that a
+    which is a forget gate γ = σ(−w·x − b). w starts at 0 and b at RetNet's decays, as `LearnedDecay` does, so that a
     conversion starts as the fixed decay: without any forgetting softplus would be flat, and stay so. Kept in fp32.
     """
 

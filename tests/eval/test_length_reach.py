@@ -64,15 +64,16 @@ def test_scalings_that_do_not_fit_are_refused(teacher: Any) -> None:
         scaled_rope_parameters(teacher.config, "ntk", 2.0)
 
 
-def test_horizon_of_alibi_is_worked_by_hand(teacher_dir: Path, tmp_path: Path, student_dir: Path) -> None:
-    for decay in ("alibi", "learned", "gated"):  # the last two start at ALiBi's
+def test_horizons_are_worked_by_hand(teacher_dir: Path, tmp_path: Path, student_dir: Path) -> None:
+    # 4 heads, the slowest: ALiBi's γ = exp(−2^−8), so exp(−n/256) = 0.01 at n = 256 ln 100; RetNet's γ = 1 − 2^−8.
+    alibi, retnet = 256 * math.log(100), math.log(100) / -math.log1p(-(2**-8))
+    for decay, expected in {"alibi": alibi, "retnet": retnet, "learned": retnet, "gated": retnet}.items():
         execute(
             make_plan(str(teacher_dir), Conversion(decay=decay)), tmp_path / decay, seed=0, recipe_yaml="{}"
         )
         horizons = decay_horizon(load_model(tmp_path / decay).model)
-        # 4 heads: the slowest has γ = exp(−2^−8), and exp(−n/256) = 0.01 at n = 256 ln 100.
-        assert horizons == pytest.approx([256 * math.log(100)] * 2, rel=1e-4)
-    assert "1,179" in describe_horizon(horizons)
+        assert horizons == pytest.approx([expected] * 2, rel=1e-4)
+    assert "1,177" in describe_horizon(horizons)
     assert decay_horizon(load_model(student_dir).model) == []
     assert decay_horizon(load_model(teacher_dir).model) == []
     assert "nothing fades" in describe_horizon([])

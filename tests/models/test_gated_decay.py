@@ -30,13 +30,13 @@ def started(model: SupraForCausalLM) -> SupraForCausalLM:
 
 
 @pytest.mark.parametrize("fields", [{"feature_map": "relu"}, {**WINDOW, "decay_shared": True}])
-def test_a_conversion_starts_from_alibis_decay(make_model: MakeModel, fields: dict[str, Any]) -> None:
+def test_a_conversion_starts_from_retnets_decay(make_model: MakeModel, fields: dict[str, Any]) -> None:
     found = {
         decay: started(make_model(**{**fields, "decay": decay}))(tokens(2, 15)).logits
-        for decay in ("gated", "learned", "alibi", "none")
+        for decay in ("gated", "learned", "retnet", "none")
     }
     assert torch.equal(found["gated"], found["learned"])
-    assert_close(found["gated"], found["alibi"], rtol=1e-5, atol=1e-5)
+    assert_close(found["gated"], found["retnet"], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found["gated"], found["none"], rtol=1e-3, atol=1e-3)
 
 
@@ -82,4 +82,4 @@ def test_the_gate_is_fp32_in_half_precision_and_under_autocast(make_model: MakeM
     started_at = dict(init_new_tensors(model.config, 0, torch.bfloat16))
     bias = started_at["model.layers.0.self_attn.decay.bias"]
     assert bias.dtype == torch.float32
-    assert_close(-torch.nn.functional.softplus(bias), fixed_log_decay("alibi", 6).float())
+    assert_close(-torch.nn.functional.softplus(bias), fixed_log_decay("retnet", 6).float())
