@@ -73,7 +73,7 @@ def why_not(mixer: Mixer, method: Method) -> str | None:
     return _OWN_DECAY.get((mixer, method))
 
 
-def drawn_positions(
+def positions_in_training(
     method: Method, rows: int, length: int, reach: int, generator: torch.Generator
 ) -> Tensor | None:
     """Ids [rows, length] below `reach` for one batch of training; None: 0 to length − 1.
@@ -93,8 +93,8 @@ def drawn_positions(
     return None
 
 
-def tested_positions(
+def positions_in_test(
     method: Method, rows: int, length: int, reach: int, generator: torch.Generator
 ) -> Tensor | None:
     """Ids for a test batch: only `random` draws them there as well (2305.16843); at `reach` they are 0 to T − 1."""
-    return drawn_positions(method, rows, length, reach, generator) if method is Method.RANDOM else None
+    return positions_in_training(method, rows, length, reach, generator) if method is Method.RANDOM else None

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from supra_eval.grid import SAVE_SECONDS, load_state, save_state
 from supra_eval.lra.descent import Descent
 
-from .methods import drawn_positions
+from .methods import positions_in_training
 from .model import Tagger, scaled
 from .recipe import Cell, Extrapolation
 from .score import measure
@@ -80,7 +80,7 @@ def _train(
         random = torch.Generator().manual_seed(
             int(generator(f"positions {cell.seed} {step}").integers(1 << 62))
         )
-        positions = drawn_positions(cell.method, rows, length, recipe.reach, random)
+        positions = positions_in_training(cell.method, rows, length, recipe.reach, random)
         logits = model(batch.tokens, positions)
         loss = F.cross_entropy(logits.transpose(1, 2), batch.targets, ignore_index=UNSCORED)
         where = f"{cell.key}, step {step + 1} of {training.num_steps}"

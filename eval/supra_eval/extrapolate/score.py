@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .methods import Method, tested_positions
+from .methods import Method, positions_in_test
 from .model import Tagger
 from .task import UNSCORED, Batch, Task
 
@@ -33,7 +33,7 @@ def measure(
     random = torch.Generator().manual_seed(_TEST_POSITIONS_SEED)
     for first in range(0, rows, at_once):
         tokens, targets = (x[first : first + at_once] for x in batch)
-        logits = model(tokens, tested_positions(method, len(tokens), T, reach, random)).float()
+        logits = model(tokens, positions_in_test(method, len(tokens), T, reach, random)).float()
         scored = targets != UNSCORED
         correct = (logits.argmax(-1) == targets) & scored
         losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=UNSCORED, reduction="none")
