@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -71,6 +73,12 @@ _OWN_DECAY = {
 def why_not(mixer: Mixer, method: Method) -> str | None:
     """Why a mixer and a method make no sense together; None where they do."""
     return _OWN_DECAY.get((mixer, method))
+
+
+def left_out(mixers: Iterable[Mixer], methods: Iterable[Method]) -> dict[str, str]:
+    """`mixer x method` that make no sense -> why."""
+    pairs = [(mixer, method, why_not(mixer, method)) for mixer, method in product(mixers, methods)]
+    return {f"{mixer} x {method}": reason for mixer, method, reason in pairs if reason}
 
 
 def positions_in_training(

@@ -43,7 +43,7 @@ class Sizes(Section):
     def encoder(self, mixer: Mixer, method: Method, num_tokens: int, train_tokens: int) -> EncoderConfig:
         """The encoder of a model that is trained at up to `train_tokens` positions.
 
-        Fixed decay is RetNet's (arXiv 2307.08621, section 2.1), with `alibi` ALiBi's. xPos' ζ takes half the training
+        Fixed decay is RetNet's (arXiv 2307.08621, section 2.2), with `alibi` ALiBi's. xPos' ζ takes half the training
         length: its authors' 512 for 1,024.
 
         Raises:

@@ -45,7 +45,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes.set_xscale("log", base=2)
             axes.tick_params(labelsize=7)
     for axes in panels[-1]:
-        axes.set_xlabel("position (end of the bucket)", fontsize=8)
+        axes.set_xlabel("position asked for (end of the bucket)", fontsize=8)
     named = {
         text: line
         for axes in panels.flat

@@ -17,7 +17,7 @@ from supra.config.fields import Count, Documented, PositiveCount, Section
 
 from .chars import Chars
 from .generated import Chain, Passkey, Recall
-from .methods import Method, Mixer, why_not
+from .methods import Method, Mixer, left_out, why_not
 from .model import Sizes
 from .task import Task
 
@@ -170,8 +170,7 @@ class Extrapolation(Documented):
 
     def left_out(self) -> dict[str, str]:
         """Combinations that are not run -> why."""
-        pairs = [(mixer, method, why_not(mixer, method)) for mixer in self.mixers for method in self.methods]
-        return {f"{mixer} x {method}": reason for mixer, method, reason in pairs if reason}
+        return left_out(self.mixers, self.methods)
 
     def open_task(self, name: str) -> Task:
         """A task ready to draw from.

@@ -14,7 +14,7 @@ from supra.errors import SupraError, UserError
 from supra.train.run_folder import write_whole
 from supra_eval import grid
 
-from .methods import Method, Mixer, why_not
+from .methods import Method, Mixer, left_out
 from .plot import draw
 
 UNITS = {"accuracy": "accuracy (%)", "exact match": "exact match (%)", "perplexity": "perplexity a byte"}
@@ -41,7 +41,6 @@ class Row:
     train_tokens: int
     mixer: str
     method: str
-    seeds: tuple[int, ...]
     tests: tuple[dict[str, Any], ...]
 
     @property
@@ -86,15 +85,12 @@ def read_cells(folder: Path) -> list[dict[str, Any]]:
 
 def rows_of(cells: list[dict[str, Any]]) -> list[Row]:
     """One row for each name, task, mixer and method, mixers and methods in their own order."""
-    found: dict[tuple[Any, ...], list[tuple[int, dict[str, Any]]]] = {}
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in cells:
         for method, tests in cell["tests"].items():
             key = (cell["name"], cell["task"], cell["metric"], cell["train_tokens"], cell["mixer"], method)
-            found.setdefault(key, []).append((cell["seed"], tests))
-    rows = []
-    for key, runs in found.items():
-        seeds, tests_of = zip(*sorted(runs, key=lambda run: run[0]), strict=True)
-        rows.append(Row(*key, seeds=seeds, tests=tests_of))
+            found.setdefault(key, []).append(tests)
+    rows = [Row(*key, tuple(tests)) for key, tests in found.items()]
     mixers, methods = list(Mixer), list(Method)
     order = {task: place for place, task in enumerate(dict.fromkeys(cell["task"] for cell in cells))}
     return sorted(
@@ -136,7 +132,7 @@ def write(folders: list[Path], out: Path) -> str:
     """
     cells: list[dict[str, Any]] = []
     keys: dict[tuple[Any, ...], Path] = {}
-    left_out: dict[str, str] = {}
+    omitted: dict[str, str] = {}
     for folder in folders:
         for cell in read_cells(folder):
             key = tuple(cell[field] for field in ("name", "task", "mixer", "method", "seed"))
@@ -145,19 +141,19 @@ def write(folders: list[Path], out: Path) -> str:
                 raise UserError(str(folder), f"holds {twice}, as {keys[key]} does", "Give one of them")
             keys[key] = folder
             cells.append(cell)
-        left_out |= _left_out(folder)
+        omitted |= _left_out(folder)
     rows = rows_of(cells)
     baselines: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for cell in cells:
         baselines.setdefault((cell["name"], cell["task"]), {}).update(cell["baselines"])
     parts = [markdown(rows, baselines)]
-    if left_out:
-        parts.append("Left out:\n\n" + "\n".join(f"- {pair}: {why}" for pair, why in left_out.items()))
+    if omitted:
+        parts.append("Left out:\n\n" + "\n".join(f"- {pair}: {why}" for pair, why in omitted.items()))
     page = "\n\n".join([*parts, REFERENCE])
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_whole(out / "table.md", page + "\n")
-        write_whole(out / "results.json", json.dumps({"cells": cells, "left_out": left_out}, indent=1) + "\n")
+        write_whole(out / "results.json", json.dumps({"cells": cells, "left_out": omitted}, indent=1) + "\n")
         draw(rows, out / "loss_by_position.png")
     except OSError as error:
         raise SupraError(
@@ -172,5 +168,4 @@ def _left_out(folder: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    pairs = [(Mixer(mixer), Method(method)) for mixer in recipe["mixers"] for method in recipe["methods"]]
-    return {f"{mixer} x {method}": why for mixer, method in pairs if (why := why_not(mixer, method))}
+    return left_out(map(Mixer, recipe["mixers"]), map(Method, recipe["methods"]))

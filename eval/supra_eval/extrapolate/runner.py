@@ -49,7 +49,7 @@ def run_cell(
                 )
     return {
         "name": recipe.name, "task": task.name, "mixer": cell.mixer, "method": cell.method, "seed": cell.seed,
-        "metric": task.metric, "higher_is_better": task.higher_is_better, "train_tokens": recipe.train_tokens,
+        "metric": task.metric, "train_tokens": recipe.train_tokens,
         "tests": tests, "baselines": trivial, "losses": _thinned(losses),
         "tokens_seen": len(losses) * recipe.training.tokens_per_step,
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -41,10 +41,6 @@ class Task:
     draw: Draw
     test: Draw | None = None
 
-    @property
-    def higher_is_better(self) -> bool:
-        return self.metric != "perplexity"
-
     def train_batch(self, seed: int, step: int, rows: int, length: int) -> Batch:
         """The sequences of a step: the same for every mixer and method."""
         return self.draw(generator(f"{self.name} train {seed} {step}"), rows, length)

@@ -44,7 +44,7 @@ def sinusoids_at(positions: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def xpos_growth(positions: Tensor, head_dim: int, scale_tokens: int, dtype: torch.dtype) -> Tensor:
-    """positions [B, T] -> ζ^(n/B) [B, T, head_dim] with ζ_i = (2i/d + γ)/(1 + γ) (arXiv 2212.10554, eq. 17).
+    """positions [B, T] -> ζ^(n/B) [B, T, head_dim] with ζ_i = (2i/d + γ)/(1 + γ) (arXiv 2212.10554).
 
     Not shifted to the middle of the sequence, as its authors' code does against overflow: from 70 · `scale_tokens`
     positions on it leaves fp32.
