@@ -18,6 +18,7 @@ from .methods import Method, Mixer, left_out
 from .plot import draw
 
 UNITS = {"accuracy": "accuracy (%)", "exact match": "exact match (%)", "perplexity": "perplexity a byte"}
+FIELDS = ("name", "task", "metric", "train_tokens", "mixer", "method")  # in which runs of one row agree
 REFERENCE = """\
 For reference, the survey's own (arXiv 2312.17044): perplexity on WikiText-103, trained at 512 tokens.
 
@@ -78,7 +79,7 @@ def read_cells(folder: Path) -> list[dict[str, Any]]:
             for test in tests.values():
                 float(test["value"]), float(test["loss"]), list(test["by_position"])
         Mixer(cell["mixer"]), Method(cell["method"])
-        return cell
+        return {**cell, **{name: cell[name] for name in (*FIELDS, "seed", "baselines")}}
 
     return grid.read_cells(folder, "supra extrapolate RECIPE", check)
 
@@ -88,9 +89,9 @@ def rows_of(cells: list[dict[str, Any]]) -> list[Row]:
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in cells:
         for method, tests in cell["tests"].items():
-            key = (cell["name"], cell["task"], cell["metric"], cell["train_tokens"], cell["mixer"], method)
+            key = tuple({**cell, "method": method}[name] for name in FIELDS)
             found.setdefault(key, []).append(tests)
-    rows = [Row(*key, tuple(tests)) for key, tests in found.items()]
+    rows = [Row(**dict(zip(FIELDS, key, strict=True)), tests=tuple(tests)) for key, tests in found.items()]
     mixers, methods = list(Mixer), list(Method)
     order = {task: place for place, task in enumerate(dict.fromkeys(cell["task"] for cell in cells))}
     return sorted(
