@@ -14,6 +14,7 @@ import typer
 from . import __version__
 from .cli_convert import convert, inspect
 from .cli_eval import evaluate, report
+from .cli_extrapolate import extrapolate
 from .cli_recipes import recipes_app
 from .cli_train import train
 from .console import Backend, Device, Dtype, Json, Threads, say, set_threads, show
@@ -54,6 +55,7 @@ app.command()(convert)
 app.command(name="eval")(evaluate)
 app.command()(report)
 app.command()(train)
+app.command()(extrapolate)
 
 
 @app.callback(invoke_without_command=True)

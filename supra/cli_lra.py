@@ -34,9 +34,10 @@ def run(
     set_threads(threads)
     from accelerate import PartialState
 
+    from supra_eval.grid import Share
     from supra_eval.lra.report import read_cells
     from supra_eval.lra.source import open_task
-    from supra_eval.lra.sweep import Share, run
+    from supra_eval.lra.sweep import run
 
     state = PartialState(
         cpu=True

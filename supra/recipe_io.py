@@ -257,7 +257,7 @@ def _problem(entry: dict[str, Any], root: type[BaseModel], raw: dict[str, Any]) 
     value = "" if absent else _short(entry["input"])
     if entry["type"] == "extra_forbidden":
         return Problem(path, value, _unknown_field(str(loc[-1]), _model_at(root, loc[:-1]), root))
-    if entry["type"] == "literal_error":
+    if entry["type"] in ("literal_error", "enum"):
         choices = re.findall(r"'([^']*)'", entry["ctx"]["expected"])
         hint = nearest(str(entry["input"]), choices)
         reason = f"must be one of {', '.join(choices)}" + (f"; did you mean `{hint}`?" if hint else "")

@@ -48,6 +48,7 @@ def test_every_command_line_can_be_given(parse: Any) -> None:
         "recipes show",
         "lra run",
         "lra data chain",
+        "extrapolate",
     } <= used
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from supra import config, recipe_io, recipes
 from supra.cli import app
+from supra_eval.extrapolate import recipe as extrapolations
 from supra_eval.lra import recipe as comparisons
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +87,15 @@ def test_a_comparisons_command_can_be_given(path: Path, parse: Any) -> None:
     ]
     assert (run, report) == ("lra run", "lra report")
     assert options["recipe"] == path.stem and reported["folders"] == [options["out"]]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((recipe_io.shipped_folder() / "extrapolate").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_an_extrapolations_command_can_be_given(path: Path, parse: Any) -> None:
+    words = shlex.split(extrapolations.load(path).command)
+    command, options = parse(words[words.index("torchrun") :])
+    assert (command, options["recipe"]) == ("extrapolate", path.stem)
 
 
 def test_computed_hours_are_not_passed_off_as_measured() -> None:

@@ -18,6 +18,7 @@ FILES = [path for folder in PACKAGES.values() for path in sorted(folder.rglob("*
 COMMANDS = {
     "supra.cli",
     "supra.cli_eval",
+    "supra.cli_extrapolate",
     "supra.cli_lra",
     "supra.cli_lra_data",
     "supra.demo",

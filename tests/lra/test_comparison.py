@@ -10,12 +10,12 @@ import torch
 
 from supra.errors import SupraError, UserError
 from supra.recipe_io import parse_as
+from supra_eval.grid import CELLS_NAME, Share
 from supra_eval.lra import phase, report, runner, sweep
 from supra_eval.lra.models.encoder import Encoder
 from supra_eval.lra.models.heads import Classifier
 from supra_eval.lra.recipe import Cell, Comparison, load
 from supra_eval.lra.runner import nested_share, run_cell
-from supra_eval.lra.sweep import Share
 from supra_eval.lra.task import Examples, Task
 
 RECIPE = """
@@ -196,9 +196,9 @@ def cell_result(mode: str, seed: int, accuracy: float, **more: Any) -> dict[str,
 def test_means_and_deviations_are_those_worked_out_by_hand(tmp_path: Path) -> None:
     cells = [cell_result("scratch", seed, a) for seed, a in enumerate((0.70, 0.74, 0.78))]
     cells.append(cell_result("masked", 0, 0.8))
-    (tmp_path / "run" / report.CELLS_NAME).mkdir(parents=True)
+    (tmp_path / "run" / CELLS_NAME).mkdir(parents=True)
     for number, cell in enumerate(cells):
-        (tmp_path / "run" / report.CELLS_NAME / f"{number}.json").write_text(json.dumps(cell))
+        (tmp_path / "run" / CELLS_NAME / f"{number}.json").write_text(json.dumps(cell))
     table = report.write([tmp_path / "run"], tmp_path / "out")
     assert table.splitlines() == [
         "| tiny: test accuracy, mean ± sd (seeds) | scratch | masked SPT |",
@@ -214,8 +214,8 @@ def test_means_and_deviations_are_those_worked_out_by_hand(tmp_path: Path) -> No
 def test_a_folder_without_runs_and_a_broken_result_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no finished run"):
         report.read_cells(tmp_path)
-    (tmp_path / report.CELLS_NAME).mkdir()
-    (tmp_path / report.CELLS_NAME / "a.json").write_text("{}")
+    (tmp_path / CELLS_NAME).mkdir()
+    (tmp_path / CELLS_NAME / "a.json").write_text("{}")
     with pytest.raises(UserError, match=r"a\.json: is no run's result"):
         report.read_cells(tmp_path)
 

@@ -25,6 +25,7 @@ ATTENTION: dict[str, Any] = dict(num_heads=2, **SIZES)
 VARIANTS: dict[str, dict[str, Any]] = {
     "softmax": dict(mixer="softmax", **ATTENTION),
     "softmax, sinusoidal": dict(mixer="softmax", positions="sinusoidal", **ATTENTION),
+    "softmax, alibi": dict(mixer="softmax", positions="alibi", **ATTENTION),
     "softmax, blocks": dict(mixer="softmax", block_tokens=4, **ATTENTION),
     "s4d": dict(mixer="s4d", positions="none", **SIZES),
     "s4d, sinusoidal": dict(mixer="s4d", positions="sinusoidal", state_start="inv", **SIZES),

@@ -15,9 +15,7 @@ import xxhash
 from torch import Tensor, nn
 
 from supra.config import Optimizer
-from supra.errors import SupraError
-from supra.train.optim import lr_multiplier, set_lr
-from supra_eval.lra.models.s4d import parameter_groups
+from supra_eval.lra.descent import Descent
 from supra_eval.lra.task import Examples
 
 Loss = Callable[[Examples, torch.Generator], Tensor]
@@ -31,14 +29,8 @@ class Phase:
         epochs: int, batch_size: int, optimizer: Optimizer, seed: int,
     ) -> None:  # fmt: skip
         self.name, self.module, self.loss, self.score = name, module, loss, score
-        self.epochs, self.batch_size, self.settings, self.seed = epochs, batch_size, optimizer, seed
-        groups = parameter_groups(module, optimizer.lr, optimizer.weight_decay)
-        self.optimizer = torch.optim.AdamW(
-            [{**group, "base_lr": group["lr"]} for group in groups],
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            fused=True,
-        )
+        self.epochs, self.batch_size, self.seed = epochs, batch_size, seed
+        self.descent = Descent(module, optimizer)
         self.best, self.best_weights = -math.inf, dict[str, Tensor]()
         self.losses: list[float] = []  # of each epoch, the mean over its steps
         self.curve: list[float] = []  # of each epoch, the validation score
@@ -70,19 +62,9 @@ class Phase:
         self.module.train()
         total = 0.0
         for step in range(steps):
-            set_lr(self.optimizer, lr_multiplier(self.settings, epoch * steps + step, self.epochs * steps))
             loss = self.loss(train[np.sort(order[step * self.batch_size :][: self.batch_size])], random)
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            if self.settings.grad_clip is not None:
-                nn.utils.clip_grad_norm_(self.module.parameters(), self.settings.grad_clip)
-            self.optimizer.step()
-            total += loss.item()
-            if not math.isfinite(total):
-                raise SupraError(
-                    f"{self.name}, epoch {epoch + 1}, step {step + 1} of {steps}", f"the loss is {loss.item()}",
-                    f"Lower the learning rate: it is {self.settings.lr:g}",
-                )  # fmt: skip
+            where = f"{self.name}, epoch {epoch + 1}, step {step + 1} of {steps}"
+            total += self.descent.step(loss, epoch * steps + step, self.epochs * steps, where)
         self.losses.append(total / steps)
         self._judge()
 
@@ -101,12 +83,11 @@ class Phase:
     def state(self) -> dict[str, Any]:
         """All that `load_state` needs to go on as if nothing had happened."""
         return {
-            "weights": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "best": self.best,
-            "best_weights": self.best_weights, "losses": self.losses, "curve": self.curve,
+            **self.descent.state(), "best": self.best, "best_weights": self.best_weights,
+            "losses": self.losses, "curve": self.curve,
         }  # fmt: skip
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.module.load_state_dict(state["weights"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.descent.load_state(state)
         self.best, self.best_weights = state["best"], state["best_weights"]
         self.losses, self.curve = state["losses"], state["curve"]

@@ -11,8 +11,8 @@ from typing import Any
 
 from supra.errors import SupraError, UserError
 from supra.train.run_folder import write_whole
+from supra_eval import grid
 
-CELLS_NAME = "cells"
 FIELDS = ("comparison", "task", "model", "mode", "share", "fraction")  # in which runs of one row agree
 MODES = {
     "scratch": "scratch",
@@ -45,8 +45,7 @@ class Row:
 
     def shown(self) -> str:
         """`75.4 ± 0.8 (3)`: percent, standard deviation over seeds, number of seeds."""
-        spread = "" if self.sd is None else f" ± {100 * self.sd:.1f}"
-        return f"{100 * self.mean:.1f}{spread} ({len(self.accuracies)})"
+        return grid.shown([100 * accuracy for accuracy in self.accuracies])
 
 
 def read_cells(folder: Path) -> list[dict[str, Any]]:
@@ -55,19 +54,9 @@ def read_cells(folder: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: there are none, or a file is no run's result.
     """
-    files = sorted((folder / CELLS_NAME).glob("*.json"))
-    if not files:
-        raise UserError(str(folder), "holds no finished run", "Give a folder that `supra lra run -o` wrote")
-    cells = []
-    for file in files:
-        try:
-            cell = json.loads(file.read_text(encoding="utf-8"))
-            cells.append({**cell, "test_accuracy": float(cell["test_accuracy"])})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                str(file), f"is no run's result ({error})", "Remove it and run the comparison again"
-            ) from None
-    return cells
+    return grid.read_cells(
+        folder, "supra lra run", lambda cell: {**cell, "test_accuracy": float(cell["test_accuracy"])}
+    )
 
 
 def rows_of(cells: Iterable[dict[str, Any]]) -> list[Row]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from supra_eval.grid import SAVE_SECONDS, load_state, save_state
 from supra_eval.lra.models.encoder import Encoder
 from supra_eval.lra.models.heads import Classifier
 from supra_eval.lra.objectives import Objective, Pretraining, transfer
@@ -23,7 +24,6 @@ from supra_eval.lra.phase import Phase
 from supra_eval.lra.recipe import Cell, Comparison
 from supra_eval.lra.task import Examples, Task
 
-SAVE_SECONDS = 60.0  # between two states on the disk, at most one an epoch
 _VALIDATION_MASKS_SEED = 20_230_604  # the same masks after every epoch, so that losses can be compared
 
 
@@ -148,16 +148,14 @@ def _tensor(array: np.ndarray) -> Tensor:
 
 
 def _save(phases: list[Phase], state: Path, seconds: float) -> None:
-    partial = state.with_suffix(".partial")
-    torch.save({"phases": [phase.state() for phase in phases], "seconds": seconds}, partial)
-    partial.replace(state)
+    save_state({"phases": [phase.state() for phase in phases], "seconds": seconds}, state)
 
 
 def _load(phases: list[Phase], state: Path) -> float:
     """Put the phases where the file has them; the seconds that were spent until then."""
-    if not state.exists():
+    kept = load_state(state)
+    if kept is None:
         return 0.0
-    kept = torch.load(state, weights_only=True)
     for phase, own in zip(phases, kept["phases"], strict=True):
         phase.load_state(own)
     return float(kept["seconds"])

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from supra.config.fields import PROSE
-from supra.errors import SupraError, UserError
-from supra.train.run_folder import versions, write_whole
+from supra.train.run_folder import versions
+from supra_eval.grid import Share, claim, run_share
 from supra_eval.lra.recipe import Cell, Comparison
-from supra_eval.lra.report import CELLS_NAME
 from supra_eval.lra.runner import run_cell
 from supra_eval.lra.task import Task
 
-RECIPE_NAME = "recipe.yaml"
 _GRID = {"models", "modes", "shares", "fractions", "seeds"}  # may grow from one command to the next
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which of the runs are this process's: every `count`-th from `index` on."""
-
-    index: int = 0
-    count: int = 1
 
 
 def run(
@@ -44,56 +29,18 @@ def run(
         UserError: the folder holds another comparison.
         SupraError: a loss is not finite, or the disk refuses.
     """
-    cells = out / CELLS_NAME
-    try:
-        cells.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SupraError(
-            str(out), f"cannot be made ({error.strerror})", "Choose another place with -o"
-        ) from None
-    _claim(comparison, out, write=share.index == 0)
-    grid = comparison.cells()
-    mine = grid[share.index :: share.count]
-    left = [cell for cell in mine if not (cells / f"{cell.key}.json").exists()]
-    say(
-        f"{comparison.name}: {len(grid)} runs, {len(mine)} of this process, {len(mine) - len(left)} finished before"
-    )
-    for number, cell in enumerate(left, start=1):
-        state = cells / f"{cell.key}.state"
+
+    def run_one(cell: Cell, state: Path) -> tuple[dict[str, Any], str]:
         result = run_cell(comparison, cell, task, state, say)
-        result |= {"baselines": baselines, "versions": versions()}
-        _keep(result, cells / f"{cell.key}.json")
-        state.unlink(missing_ok=True)
-        say(
-            f"{number}/{len(left)} {cell.key}: test {100 * result['test_accuracy']:.1f} % in {result['seconds']:.0f} s"
-        )
-    return left
+        told = f"test {100 * result['test_accuracy']:.1f} % in {result['seconds']:.0f} s"
+        return result | {"baselines": baselines, "versions": versions()}, told
+
+    claim(comparison, out, _differences, write=share.index == 0)
+    return run_share(comparison.name, comparison.cells(), out, share, run_one, say)
 
 
-def _keep(result: dict[str, Any], path: Path) -> None:
-    try:
-        write_whole(path, json.dumps(result, indent=1) + "\n")
-    except OSError as error:
-        raise SupraError(
-            str(path), f"cannot be written ({error.strerror})", "Free some disk and run again"
-        ) from None
-
-
-def _claim(comparison: Comparison, out: Path, *, write: bool) -> None:
-    """Write the recipe into a new folder; compare it with the one there, in all that decides a run's result."""
-    path = out / RECIPE_NAME
-    mine = comparison.model_dump(mode="json", exclude=set(PROSE))
-    if path.exists():
-        theirs = yaml.safe_load(path.read_text(encoding="utf-8"))
-        differing = [key for key in mine.keys() - _GRID if mine[key] != theirs.get(key)]
-        known = {model["name"]: model for model in theirs["models"]}
-        differing += [f"models.{m['name']}" for m in mine["models"] if m != known.get(m["name"], m)]
-        if differing:
-            raise UserError(
-                str(out), f"holds a comparison that differs in {', '.join(sorted(differing))}",
-                "Choose another folder with -o, or remove this one",
-            )  # fmt: skip
-    if write:
-        write_whole(
-            path, yaml.safe_dump(comparison.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        )
+def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """In all that decides a run's result; the grid itself may grow."""
+    known = {model["name"]: model for model in theirs["models"]}
+    differing = [key for key in mine.keys() - _GRID if mine[key] != theirs.get(key)]
+    return differing + [f"models.{m['name']}" for m in mine["models"] if m != known.get(m["name"], m)]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Mixer = Literal["softmax", "linear", "s4d"]
 Direction = Literal["bidirectional", "causal"]
-Positions = Literal["rope", "sinusoidal", "none"]
+Positions = Literal["rope", "sinusoidal", "alibi", "xpos", "none"]
 Pooling = Literal["mean", "last", "max"]
 S4DStart = Literal["lin", "inv"]
 
@@ -29,8 +29,8 @@ class EncoderConfig(Section):
 
     The input is token ids (`num_tokens`, padding counted) or numbers (`channels` a position). `feature_map`, `decay`
     and `norm` are `supra convert`'s. `block_tokens` cuts the sequence into blocks whose softmax also sees the
-    neighbouring blocks (the one before alone, where causal). `two_towers`: one encoder reads two documents, which are
-    compared.
+    neighbouring blocks (the one before alone, where causal). xPos fades by ζ within `xpos_tokens`. `two_towers`: one
+    encoder reads two documents, which are compared.
     """
 
     mixer: Mixer
@@ -48,6 +48,7 @@ class EncoderConfig(Section):
     decay: Decay | None = None
     norm: Norm | None = None
     block_tokens: PositiveCount | None = None
+    xpos_tokens: PositiveCount | None = None
     state_size: PositiveCount | None = None
     state_start: S4DStart | None = None
 
@@ -104,6 +105,8 @@ class EncoderConfig(Section):
                 _ = self.conversion
             except ValidationError as error:
                 raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+        if problem := self._position_problem():
+            raise ValueError(problem)
         return self
 
     def _input_problem(self) -> str | None:
@@ -121,8 +124,21 @@ class EncoderConfig(Section):
                 return (
                     f"{self.mixer} has no {field}{why}: leave it out, or set mixer to {' or '.join(mixers)}"
                 )
-        if self.mixer == "s4d" and self.positions == "rope":
+        if self.mixer == "s4d" and self.positions not in ("sinusoidal", "none"):
             return "s4d has no queries and keys to rotate: set positions to none or sinusoidal"
+        return None
+
+    def _position_problem(self) -> str | None:
+        if self.positions == "alibi" and self.mixer == "linear":
+            return "linear has ALiBi as its decay: set decay to alibi and positions to none"
+        if self.positions == "alibi" and self.block_tokens:
+            return "blocks have no bias by distance: leave out block_tokens, or choose other positions"
+        if (self.positions == "xpos") != (self.xpos_tokens is not None):
+            return "xpos_tokens belongs to positions xpos, which needs it"
+        if self.positions == "xpos" and not self.causal:
+            return "xpos fades towards the past, so it needs direction causal"
+        if self.positions == "xpos" and self.mixer == "linear" and self.conversion.rope != "after":
+            return f"xpos scales mapped features, and {self.feature_map or LINEAR_MAP} has its RoPE before the map"
         return None
 
     def _size_problem(self) -> str | None:

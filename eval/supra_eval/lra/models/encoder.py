@@ -13,9 +13,9 @@ from supra.models.precision import SupraRotaryEmbedding
 
 from .config import EncoderConfig
 from .linear import LinearAttention
-from .positions import sinusoids
+from .positions import Rotary, sinusoids, sinusoids_at, xpos_growth
 from .s4d import S4D
-from .softmax import Rotary, SoftmaxAttention
+from .softmax import SoftmaxAttention
 
 MIXERS = {"softmax": SoftmaxAttention, "linear": LinearAttention, "s4d": S4D}
 
@@ -58,7 +58,7 @@ class Encoder(nn.Module):
             self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
             self.final_norm = nn.LayerNorm(config.hidden_size)
         self.rotary: SupraRotaryEmbedding | None = None
-        if config.positions == "rope":
+        if config.positions in ("rope", "xpos"):
             self.rotary = SupraRotaryEmbedding(config.layer_config())
         for name, module in self.named_modules():
             if hasattr(module, "initial_values"):
@@ -66,35 +66,60 @@ class Encoder(nn.Module):
                 for key, value in initial_values(module, seed, name).items():
                     own[key].data.copy_(value)
 
-    def forward(self, inputs: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, lengths: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """Token ids [B, T] or numbers [B, T, C], of which the first `lengths` [B] are real -> hidden [B, T, D].
 
         Hidden states of padding are zero, and what the padding holds changes no other. `lengths` None: all is real.
+        `positions` [B, T] are ids in the place of 0 to T − 1 (of sinusoids, RoPE and xPos).
         """
-        return self.encode(self.embed(inputs), lengths)
+        return self.encode(self.embed(inputs), lengths, positions)
 
     def embed(self, inputs: Tensor) -> Tensor:
         """inputs [B, T] (integers of any width) or [B, T, C] -> [B, T, D]."""
         return self.embedding(inputs if self.config.num_tokens is None else inputs.long())
 
-    def encode(self, embedded: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """`forward` from what `embed` made of the inputs, embedded [B, T, D]."""
+    def encode(
+        self, embedded: Tensor, lengths: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """`forward` from what `embed` made of the inputs, embedded [B, T, D].
+
+        Raises:
+            ValueError: `positions` for an encoder that reads none.
+        """
         T = embedded.shape[1]
         real = real_positions(lengths, T, embedded.device)
         hidden = embedded
         if self.config.positions == "sinusoidal":
-            hidden = hidden + sinusoids(T, hidden.shape[-1], hidden.device, hidden.dtype)
+            size, dtype = hidden.shape[-1], hidden.dtype
+            hidden = hidden + (
+                sinusoids(T, size, hidden.device, dtype)
+                if positions is None
+                else sinusoids_at(positions, size, dtype)
+            )
+        elif positions is not None and self.rotary is None:
+            raise ValueError(f"positions are given to an encoder whose positions are {self.config.positions}")
         if real is not None:
             # Not a product: whatever the padding holds, NaN included, ends here.
             hidden = hidden.masked_fill(~real.unsqueeze(-1), 0)
-        rotary: Rotary | None = None
-        if self.rotary is not None:
-            cos, sin = self.rotary(hidden, torch.arange(T, device=hidden.device).unsqueeze(0))
-            rotary = cos, sin
+        rotary = self._rotary(hidden, positions)
         for layer in self.layers:
             hidden = layer(hidden, rotary, real)
         hidden = self.final_norm(hidden)
         return hidden if real is None else hidden.masked_fill(~real.unsqueeze(-1), 0)
+
+    def _rotary(self, hidden: Tensor, positions: Tensor | None) -> Rotary | None:
+        if self.rotary is None:
+            return None
+        if positions is None:
+            positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+        cos, sin = self.rotary(hidden, positions)
+        if self.config.positions != "xpos":
+            return Rotary(cos, sin)
+        assert self.config.xpos_tokens is not None
+        growth = xpos_growth(positions, self.config.head_dim, self.config.xpos_tokens, hidden.dtype)
+        return Rotary(cos, sin, growth)
 
 
 def real_positions(lengths: Tensor | None, num_positions: int, device: torch.device) -> Tensor | None:

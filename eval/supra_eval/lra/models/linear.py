@@ -8,7 +8,7 @@ from supra.models.attention import SupraLinearAttention
 
 from .bidirectional import attend
 from .config import EncoderConfig
-from .softmax import Rotary
+from .positions import Rotary
 
 
 class LinearAttention(nn.Module):
@@ -24,7 +24,9 @@ class LinearAttention(nn.Module):
         layer = self.attention
         q, k, v = layer.project(hidden)
         log_decay = layer.decay(hidden) if hasattr(layer, "decay") else None
-        _, _, q, k = layer.map_features(q, k, rotary)
+        _, _, q, k = layer.map_features(q, k, None if rotary is None else (rotary.cos, rotary.sin))
+        if rotary is not None:
+            q, k = rotary.grow(q, k)
         if real is not None:
             k = k * real[..., None, None]
         v, scale = layer.summands(v)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from supra.models.precision import KeepsFloat32
 
 from .config import STATE_SIZE, EncoderConfig, S4DStart
-from .softmax import Rotary
+from .positions import Rotary
 
 SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
 LARGEST_KERNEL_RATE = 1e-3

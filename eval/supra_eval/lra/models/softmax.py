@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .config import EncoderConfig
-
-Rotary = tuple[Tensor, Tensor]  # cos and sin [1, T, D]
+from .positions import Rotary, alibi_bias
 
 
 class SoftmaxAttention(nn.Module):
-    """Multi-head softmax attention; `block_tokens` and `direction` as the configuration says."""
+    """Multi-head softmax attention; `block_tokens`, `direction` and ALiBi as the configuration says."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.head_dim, self.causal, self.block_tokens = config.head_dim, config.causal, config.block_tokens
+        self.has_alibi = config.positions == "alibi"
         self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
@@ -28,14 +28,18 @@ class SoftmaxAttention(nn.Module):
         """hidden [B, T, hidden], real [B, T] (None: no padding) -> [B, T, hidden]."""
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.qkv_proj(hidden).chunk(3, dim=-1))
         if rotary is not None:
-            q, k = apply_rotary_pos_emb(q, k, *rotary, unsqueeze_dim=2)
+            q, k = rotary.grow(*apply_rotary_pos_emb(q, k, rotary.cos, rotary.sin, unsqueeze_dim=2))
         if self.block_tokens and hidden.shape[1] > self.block_tokens:
             output = local_attention(q, k, v, real, block_tokens=self.block_tokens, causal=self.causal)
         else:
             # Behind the end lies only padding: what is causal cannot see it.
             seen = None if real is None or self.causal else real[:, None, None]
+            if self.has_alibi:
+                bias = alibi_bias(q.shape[1], q.shape[2], self.causal, q.device, q.dtype)
+                seen = bias if seen is None else bias.masked_fill(~seen, float("-inf"))
+            is_causal = self.causal and not self.has_alibi
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            output = F.scaled_dot_product_attention(q, k, v, seen, is_causal=self.causal).transpose(1, 2)
+            output = F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal).transpose(1, 2)
         return self.o_proj(output.flatten(-2))
 
 

@@ -1,0 +1,57 @@
+"""All runs of an extrapolation: shared out over processes, each kept as soon as it is finished, none run twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from supra.train.run_folder import versions
+from supra_eval.grid import Share, claim, run_share
+
+from .methods import Method
+from .recipe import Cell, Extrapolation
+from .runner import run_cell
+from .task import Task
+
+_GRID = {"tasks", "mixers", "methods", "seeds"}  # may grow from one command to the next
+
+
+def run(recipe: Extrapolation, out: Path, share: Share, say: Callable[[str], None]) -> list[Cell]:
+    """Run what is not finished yet of this process's share; the runs that were done now.
+
+    Raises:
+        UserError: the folder holds another grid, or a text cannot be read.
+        SupraError: a loss is not finite, or the disk refuses.
+    """
+    tasks: dict[str, Task] = {name: recipe.open_task(name) for name in recipe.tasks.given()}
+
+    def run_one(cell: Cell, state: Path) -> tuple[dict[str, Any], str]:
+        result = run_cell(recipe, cell, tasks[cell.task], state, say)
+        first = next(iter(result["tests"].values()))
+        told = ", ".join(f"{length}: {test['value']:.1f}" for length, test in first.items())
+        return result | {"versions": versions()}, f"{result['metric']} at {told} in {result['seconds']:.0f} s"
+
+    claim(recipe, out, _differences, write=share.index == 0)
+    return run_share(recipe.name, recipe.cells(), out, share, run_one, say)
+
+
+def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """In all that decides a run's result; the grid itself may grow, but for the tests that finished runs lack."""
+    differing = [key for key in mine.keys() - _GRID if mine[key] != theirs.get(key)]
+    for name, settings in mine["tasks"].items():
+        if settings is not None and theirs["tasks"].get(name) not in (None, settings):
+            differing.append(f"tasks.{name}")
+    ours, known = _families(mine["methods"]), _families(theirs["methods"])
+    differing += [
+        f"methods that test {name}" for name in ours.keys() & known.keys() if ours[name] != known[name]
+    ]
+    return differing
+
+
+def _families(methods: list[str]) -> dict[Method, set[str]]:
+    """Training method -> the methods that test it."""
+    found: dict[Method, set[str]] = {}
+    for name in methods:
+        found.setdefault(Method(name).trained_as, set()).add(name)
+    return found

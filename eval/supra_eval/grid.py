@@ -1,0 +1,147 @@
+"""The runs of a grid: shared out over processes, each kept as soon as it is finished, none run twice."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import yaml
+
+from supra.config.fields import PROSE, Documented
+from supra.errors import SupraError, UserError
+from supra.train.run_folder import write_whole
+
+CELLS_NAME = "cells"
+RECIPE_NAME = "recipe.yaml"
+SAVE_SECONDS = 60.0  # between two states of an unfinished run on the disk
+
+
+class Keyed(Protocol):
+    """One run of a grid."""
+
+    @property
+    def key(self) -> str:
+        """A file name that says all of it."""
+        ...
+
+
+Cell = TypeVar("Cell", bound=Keyed)
+Result = dict[str, Any]
+Differences = Callable[[dict[str, Any], dict[str, Any]], list[str]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of the runs are this process's: every `count`-th from `index` on."""
+
+    index: int = 0
+    count: int = 1
+
+
+def run_share(
+    name: str,
+    grid: Sequence[Cell],
+    out: Path,
+    share: Share,
+    run_one: Callable[[Cell, Path], tuple[Result, str]],
+    say: Callable[[str], None],
+) -> list[Cell]:
+    """Run what is not finished yet of this process's share; the runs that were done now.
+
+    `run_one(cell, state)` gives a run's result and how it went in a few words, and keeps its progress in the file
+    `state` until then.
+
+    Raises:
+        SupraError: what a run raises, or the disk refuses.
+    """
+    cells = out / CELLS_NAME
+    mine = grid[share.index :: share.count]
+    left = [cell for cell in mine if not (cells / f"{cell.key}.json").exists()]
+    say(f"{name}: {len(grid)} runs, {len(mine)} of this process, {len(mine) - len(left)} finished before")
+    for number, cell in enumerate(left, start=1):
+        state = cells / f"{cell.key}.state"
+        result, told = run_one(cell, state)
+        _keep(result, cells / f"{cell.key}.json")
+        state.unlink(missing_ok=True)
+        say(f"{number}/{len(left)} {cell.key}: {told}")
+    return list(left)
+
+
+def claim(recipe: Documented, out: Path, differences: Differences, *, write: bool) -> None:
+    """Make the folder of the runs and write the recipe into it, or compare with the one that lies there.
+
+    `differences(mine, theirs)` names the fields in which two recipes cannot share a folder.
+
+    Raises:
+        UserError: the folder holds another grid.
+        SupraError: it cannot be made.
+    """
+    try:
+        (out / CELLS_NAME).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SupraError(
+            str(out), f"cannot be made ({error.strerror})", "Choose another place with -o"
+        ) from None
+    path = out / RECIPE_NAME
+    if path.exists():
+        mine = recipe.model_dump(mode="json", exclude=set(PROSE))
+        differing = differences(mine, yaml.safe_load(path.read_text(encoding="utf-8")))
+        if differing:
+            raise UserError(
+                str(out), f"holds a comparison that differs in {', '.join(sorted(differing))}",
+                "Choose another folder with -o, or remove this one",
+            )  # fmt: skip
+    if write:
+        text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        write_whole(path, text)
+
+
+def read_cells(folder: Path, command: str, check: Callable[[Result], Result]) -> list[Result]:
+    """The finished runs of a folder that `command` wrote, each through `check`.
+
+    Raises:
+        UserError: there are none, or a file is no run's result (`check` failed).
+    """
+    files = sorted((folder / CELLS_NAME).glob("*.json"))
+    if not files:
+        raise UserError(str(folder), "holds no finished run", f"Give a folder that `{command} -o` wrote")
+    cells = []
+    for file in files:
+        try:
+            cells.append(check(json.loads(file.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(str(file), f"is no run's result ({error})", "Remove it and run again") from None
+    return cells
+
+
+def save_state(state: dict[str, Any], path: Path) -> None:
+    """Write a run's progress, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(path)
+
+
+def load_state(path: Path) -> dict[str, Any] | None:
+    """What `save_state` wrote; None where a run has not begun."""
+    kept: dict[str, Any] | None = torch.load(path, weights_only=True) if path.exists() else None
+    return kept
+
+
+def shown(values: Sequence[float]) -> str:
+    """`75.4 ± 0.8 (3)`: mean, sample standard deviation over seeds (none with one seed), number of seeds."""
+    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.1f}{spread} ({len(values)})"
+
+
+def _keep(result: Result, path: Path) -> None:
+    try:
+        write_whole(path, json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        raise SupraError(
+            str(path), f"cannot be written ({error.strerror})", "Free some disk and run again"
+        ) from None
