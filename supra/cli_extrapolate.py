@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .console import Json, Threads, say, set_threads
+from .console import Device, Json, Threads, say, set_threads
 from .errors import UserError
 
 
@@ -21,6 +21,7 @@ def extrapolate(
     merge: Annotated[
         list[Path] | None, typer.Option("--merge", help="Other folders of runs that go into the table.")
     ] = None,
+    device: Device = "auto",
     threads: Threads = 0,
     as_json: Json = False,
 ) -> None:
@@ -38,17 +39,15 @@ def extrapolate(
                 f"--merge {other}", "is no folder", "Give folders that `supra extrapolate -o` wrote"
             )
     set_threads(threads)
-    from accelerate import PartialState
-
     from supra_eval.extrapolate.report import write
     from supra_eval.extrapolate.sweep import run
-    from supra_eval.grid import CELLS_NAME, Share
+    from supra_eval.grid import CELLS_NAME, open_processes, share_of
 
-    # Without `cpu` Accelerate would look for GPUs, and each process would stay alone.
-    state = PartialState(cpu=True)
+    state = open_processes(device)
+    say(f"{state.num_processes} processes · device {state.device}")
     for pair, reason in loaded.left_out().items():
         say(f"left out: {pair}: {reason}")
-    run(loaded, folder, Share(state.process_index, state.num_processes), say)
+    run(loaded, folder, share_of(state), say)
     # No barrier: a process whose runs are done need not wait for the others'. Whoever ends last writes the whole table.
     cells = loaded.cells()
     finished, total = sum((folder / CELLS_NAME / f"{cell.key}.json").exists() for cell in cells), len(cells)

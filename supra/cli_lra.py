@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .cli_lra_data import data_app
-from .console import Json, Threads, say, set_threads
+from .console import Device, Json, Threads, say, set_threads
 from .errors import UserError
 
 lra_app = typer.Typer(no_args_is_help=True)
@@ -23,6 +23,7 @@ def run(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Change a field: training.epochs=10, seeds=[0,1].")
     ] = None,
+    device: Device = "auto",
     threads: Threads = 0,
     as_json: Json = False,
 ) -> None:
@@ -32,21 +33,18 @@ def run(
     comparison = recipes.load(recipe, overrides or [])
     folder = out or Path("runs") / comparison.name
     set_threads(threads)
-    from accelerate import PartialState
-
-    from supra_eval.grid import Share
+    from supra_eval.grid import open_processes, share_of
     from supra_eval.lra.report import read_cells
     from supra_eval.lra.source import open_task
     from supra_eval.lra.sweep import run
 
-    state = PartialState(
-        cpu=True
-    )  # without it Accelerate would look for GPUs, and each process would stay alone
+    state = open_processes(device)
+    say(f"{state.num_processes} processes · device {state.device}")
     with state.main_process_first():
         task, baselines = open_task(comparison.task, folder / "task", say)
     for name, accuracy in baselines.items():
         say(f"{name}: {100 * accuracy:.1f} % on test")
-    run(comparison, task, baselines, folder, Share(state.process_index, state.num_processes), say)
+    run(comparison, task, baselines, folder, share_of(state), say)
     # No barrier: a process whose runs are done need not wait hours for the others'.
     if state.is_main_process:
         finished, total = len(read_cells(folder)), len(comparison.cells())

@@ -11,11 +11,15 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import yaml
+from accelerate import PartialState
+from torch import nn
 
 from supra.config.fields import PROSE, Documented
 from supra.errors import SupraError, UserError
+from supra.loading import resolve_device
 from supra.train.run_folder import write_whole
 
+CPU = torch.device("cpu")
 CELLS_NAME = "cells"
 RECIPE_NAME = "recipe.yaml"
 SAVE_SECONDS = 60.0  # between two states of an unfinished run on the disk
@@ -37,10 +41,30 @@ Differences = Callable[[dict[str, Any], dict[str, Any]], list[str]]
 
 @dataclass(frozen=True)
 class Share:
-    """Which of the runs are this process's: every `count`-th from `index` on."""
+    """Which of the runs are this process's, every `count`-th from `index` on, and where it computes them."""
 
     index: int = 0
     count: int = 1
+    device: torch.device = CPU
+
+
+def open_processes(device: str) -> PartialState:
+    """Accelerate's view of the processes that share a grid; `cuda`, or `auto` where there is one, is a GPU each.
+
+    Raises:
+        UserError: a device that this machine does not have.
+    """
+    where = resolve_device(device)
+    if where not in ("cpu", "cuda"):
+        mend = f"Use --device cuda with CUDA_VISIBLE_DEVICES={where.partition(':')[2]}"
+        raise UserError(f"device {device!r}", "processes take the GPUs in their order", mend)
+    # Without `cpu` Accelerate would look for GPUs, and each process on CPUs would stay alone.
+    return PartialState(cpu=where == "cpu")
+
+
+def share_of(state: PartialState) -> Share:
+    """This process's share of a grid."""
+    return Share(state.process_index, state.num_processes, state.device)
 
 
 def run_share(
@@ -128,8 +152,15 @@ def save_state(state: dict[str, Any], path: Path) -> None:
 
 def load_state(path: Path) -> dict[str, Any] | None:
     """What `save_state` wrote; None where a run has not begun."""
-    kept: dict[str, Any] | None = torch.load(path, weights_only=True) if path.exists() else None
+    kept: dict[str, Any] | None = (
+        torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
+    )
     return kept
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's parameters are."""
+    return next(module.parameters()).device
 
 
 def shown(values: Sequence[float]) -> str:

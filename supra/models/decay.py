@@ -60,8 +60,8 @@ def _on_device(kind: str, num_heads: int, device: torch.device, dtype: torch.dty
 class LearnedDecay(KeepsFloat32):
     """log γ_h = −softplus(w_h), one learned value per head, starting at RetNet's; kept in fp32.
 
-    RetNet's heads halve a token's weight in 22, 44, 88, … steps. From ALiBi's, the fastest of which take one or two, a Hedgehog
-    layer without a window does not get back to the first token, on which its teacher rests (docs/LOG.md).
+    RetNet's heads halve a token's weight in 22, 44, 88, … steps. From ALiBi's, the fastest of which take one or two, a
+    Hedgehog layer without a window does not get back to the first token, on which its teacher rests (docs/LOG.md).
     """
 
     def __init__(self, num_heads: int) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from supra.errors import SupraError, UserError
 from supra.recipe_io import parse_as
+from supra_eval import grid
 from supra_eval.grid import CELLS_NAME, Share
 from supra_eval.lra import phase, report, runner, sweep
 from supra_eval.lra.models.encoder import Encoder
@@ -233,3 +234,18 @@ def test_an_epoch_reads_every_example_once() -> None:
     one = phase.Phase("p", module, loss, lambda: 0.0, epochs=1, batch_size=8, optimizer=settings, seed=0)
     one.run_epoch(numbered)
     assert sorted(seen) == list(range(21)) and one.is_finished
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "tpu"])
+def test_a_device_that_is_not_here_is_named(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda:1")
+    with pytest.raises(UserError, match=f"device '{device}'"):
+        grid.open_processes(device)
+
+
+def test_a_run_reads_its_batches_where_its_weights_are() -> None:
+    """Tensors of shape and place alone: a batch that stayed on the CPU would not meet them."""
+    cell, own = Cell("softmax", "masked", 0.5, 1.0, 0), task(second=False)
+    config = recipe().encoder_of(cell, num_tokens=own.num_tokens, channels=1)
+    classifier = Classifier(Encoder(config), own.num_classes).to("meta")
+    assert runner._logits(classifier, own.train[:4]).device.type == "meta"

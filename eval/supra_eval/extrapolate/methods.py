@@ -64,7 +64,7 @@ class Method(StrEnum):
 
 _OWN_DECAY = {
     (Mixer.SUM, Method.ALIBI): "ALiBi is a decay to a linear model: that is linear-decay x alibi",
-    (Mixer.GATED, Method.ALIBI): "the gates are a decay already, which starts at ALiBi's",
+    (Mixer.GATED, Method.ALIBI): "the gates are a decay already",
     (Mixer.DECAY, Method.XPOS): "xPos is a decay of its own: take it with linear",
     (Mixer.GATED, Method.XPOS): "xPos is a decay of its own: take it with linear",
 }

@@ -94,7 +94,7 @@ def scaled(model: Tagger, scaling: str, factor: float, train_tokens: int) -> Ite
     config.rope_parameters = scaled_rope_parameters(config, scaling, factor)
     if scaling == "yarn":  # transformers warns unless this is κ times the trained context
         config.max_position_embeddings = round(train_tokens * factor)
-    model.encoder.rotary = SupraRotaryEmbedding(config)
+    model.encoder.rotary = SupraRotaryEmbedding(config).to(next(model.parameters()).device)
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from supra_eval.grid import SAVE_SECONDS, load_state, save_state
+from supra_eval.grid import CPU, SAVE_SECONDS, device_of, load_state, save_state
 from supra_eval.lra.descent import Descent
 
 from .methods import positions_in_training
@@ -25,16 +25,21 @@ CURVE_POINTS = 20
 
 
 def run_cell(
-    recipe: Extrapolation, cell: Cell, task: Task, state: Path, say: Callable[[str], None]
+    recipe: Extrapolation,
+    cell: Cell,
+    task: Task,
+    state: Path,
+    say: Callable[[str], None],
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
-    """Train and test one run; its progress lies in the file `state` until it is finished.
+    """Train and test one run on `device`; its progress lies in the file `state` until it is finished.
 
     Raises:
         SupraError: a loss is not finite.
     """
     started = time.monotonic()
     config = recipe.encoder.encoder(cell.mixer, cell.method, task.num_tokens, recipe.train_tokens)
-    model = Tagger(config, task.num_classes, cell.seed)
+    model = Tagger(config, task.num_classes, cell.seed).to(device)
     losses, seconds_before = _train(recipe, cell, task, model, state, say)
     model.eval()
     tests: dict[str, dict[str, Any]] = {str(method): {} for method in recipe.tested(cell.method)}
@@ -81,8 +86,9 @@ def _train(
             int(generator(f"positions {cell.seed} {step}").integers(1 << 62))
         )
         positions = positions_in_training(cell.method, rows, length, recipe.reach, random)
-        logits = model(batch.tokens, positions)
-        loss = F.cross_entropy(logits.transpose(1, 2), batch.targets, ignore_index=UNSCORED)
+        device = device_of(model)
+        logits = model(batch.tokens.to(device), None if positions is None else positions.to(device))
+        loss = F.cross_entropy(logits.transpose(1, 2), batch.targets.to(device), ignore_index=UNSCORED)
         where = f"{cell.key}, step {step + 1} of {training.num_steps}"
         losses.append(descent.step(loss, step, training.num_steps, where))
         if time.monotonic() - saved > SAVE_SECONDS:

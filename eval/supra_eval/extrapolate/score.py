@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from supra_eval.grid import device_of
+
 from .methods import Method, positions_in_test
 from .model import Tagger
 from .task import UNSCORED, Batch, Task
@@ -29,11 +31,13 @@ def measure(
     rows, T = batch.tokens.shape
     loss, right, count = (torch.zeros(T, dtype=torch.float64) for _ in range(3))
     whole = 0
+    device = device_of(model)
     at_once = max(1, BATCH_TOKENS // T)
     random = torch.Generator().manual_seed(_TEST_POSITIONS_SEED)
     for first in range(0, rows, at_once):
         tokens, targets = (x[first : first + at_once] for x in batch)
-        logits = model(tokens, positions_in_test(method, len(tokens), T, reach, random)).float()
+        positions = positions_in_test(method, len(tokens), T, reach, random)
+        logits = model(tokens.to(device), None if positions is None else positions.to(device)).float().cpu()
         scored = targets != UNSCORED
         correct = (logits.argmax(-1) == targets) & scored
         losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=UNSCORED, reduction="none")

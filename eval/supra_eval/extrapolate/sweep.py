@@ -27,10 +27,13 @@ def run(recipe: Extrapolation, out: Path, share: Share, say: Callable[[str], Non
     tasks: dict[str, Task] = {name: recipe.open_task(name) for name in recipe.tasks.given()}
 
     def run_one(cell: Cell, state: Path) -> tuple[dict[str, Any], str]:
-        result = run_cell(recipe, cell, tasks[cell.task], state, say)
+        result = run_cell(recipe, cell, tasks[cell.task], state, say, share.device)
         first = next(iter(result["tests"].values()))
         told = ", ".join(f"{length}: {test['value']:.1f}" for length, test in first.items())
-        return result | {"versions": versions()}, f"{result['metric']} at {told} in {result['seconds']:.0f} s"
+        return result | {
+            "device": str(share.device),
+            "versions": versions(),
+        }, f"{result['metric']} at {told} in {result['seconds']:.0f} s"
 
     claim(recipe, out, _differences, write=share.index == 0)
     return run_share(recipe.name, recipe.cells(), out, share, run_one, say)

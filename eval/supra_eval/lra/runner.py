@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from supra_eval.grid import SAVE_SECONDS, load_state, save_state
+from supra_eval.grid import CPU, SAVE_SECONDS, device_of, load_state, save_state
 from supra_eval.lra.models.encoder import Encoder
 from supra_eval.lra.models.heads import Classifier
 from supra_eval.lra.objectives import Objective, Pretraining, transfer
@@ -28,9 +28,14 @@ _VALIDATION_MASKS_SEED = 20_230_604  # the same masks after every epoch, so that
 
 
 def run_cell(
-    comparison: Comparison, cell: Cell, task: Task, state: Path, say: Callable[[str], None]
+    comparison: Comparison,
+    cell: Cell,
+    task: Task,
+    state: Path,
+    say: Callable[[str], None],
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
-    """Train and test one run; its progress lies in the file `state` until it is finished.
+    """Train and test one run on `device`; its progress lies in the file `state` until it is finished.
 
     Raises:
         SupraError: a loss is not finite.
@@ -38,12 +43,12 @@ def run_cell(
     started = time.monotonic()
     train = nested_share(task.train, cell)
     config = comparison.encoder_of(cell, num_tokens=task.num_tokens, channels=task.channels)
-    classifier = Classifier(Encoder(config, cell.seed), task.num_classes, cell.seed)
+    classifier = Classifier(Encoder(config, cell.seed), task.num_classes, cell.seed).to(device)
     phases = []
     if cell.is_pretrained:
         rate = comparison.training.mask_rate if cell.mode == "masked" else None
         objective = Objective(kind="masked" if rate else "causal", mask_rate=rate)
-        pretraining = Pretraining(Encoder(config, cell.seed), objective, cell.seed)
+        pretraining = Pretraining(Encoder(config, cell.seed), objective, cell.seed).to(device)
         phases.append(_pretrain_phase(comparison, cell, task, pretraining))
     phases.append(_task_phase(comparison, cell, task, classifier))
     seconds_before = _load(phases, state)
@@ -84,7 +89,7 @@ def nested_share(examples: Examples, cell: Cell) -> Examples:
 def accuracy(classifier: Classifier, examples: Examples, batch_size: int) -> float:
     """The share of examples whose class comes out largest, 0 to 1."""
     batches = _batches(examples, batch_size)
-    right = sum(int((_logits(classifier, b).argmax(-1) == _tensor(b.labels)).sum()) for b in batches)
+    right = sum(int((_logits(classifier, b).argmax(-1).cpu() == _tensor(b.labels)).sum()) for b in batches)
     return right / len(examples)
 
 
@@ -94,7 +99,7 @@ def _pretrain_phase(comparison: Comparison, cell: Cell, task: Task, pretraining:
     def total(batch: Examples, random: torch.Generator) -> tuple[Tensor, int]:
         """Both documents of a pair are read."""
         parts = [
-            pretraining(_tensor(part.inputs), _tensor(part.lengths), random)
+            pretraining(_tensor(part.inputs).to(device_of(pretraining)), _tensor(part.lengths), random)
             for part in (batch, batch.second)
             if part is not None
         ]
@@ -121,7 +126,8 @@ def _task_phase(comparison: Comparison, cell: Cell, task: Task, classifier: Clas
     training = comparison.training
 
     def loss(batch: Examples, random: torch.Generator) -> Tensor:
-        return F.cross_entropy(_logits(classifier, batch), _tensor(batch.labels).long())
+        logits = _logits(classifier, batch)
+        return F.cross_entropy(logits, _tensor(batch.labels).to(logits.device))
 
     optimizer = training.optimizer.model_copy(update={"lr": comparison.lr_of(cell)})
     _, epochs = training.epochs_of(cell)
@@ -132,10 +138,12 @@ def _task_phase(comparison: Comparison, cell: Cell, task: Task, classifier: Clas
 
 
 def _logits(classifier: Classifier, batch: Examples) -> Tensor:
-    inputs = _tensor(batch.inputs), _tensor(batch.lengths)
+    device = device_of(classifier)
+    # Lengths stay on the CPU, where they are checked without waiting for a GPU.
+    inputs = _tensor(batch.inputs).to(device), _tensor(batch.lengths)
     if batch.second is None:
         return classifier(*inputs)
-    return classifier(*inputs, _tensor(batch.second.inputs), _tensor(batch.second.lengths))
+    return classifier(*inputs, _tensor(batch.second.inputs).to(device), _tensor(batch.second.lengths))
 
 
 def _batches(examples: Examples, size: int) -> list[Examples]:

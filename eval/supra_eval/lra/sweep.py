@@ -31,9 +31,9 @@ def run(
     """
 
     def run_one(cell: Cell, state: Path) -> tuple[dict[str, Any], str]:
-        result = run_cell(comparison, cell, task, state, say)
+        result = run_cell(comparison, cell, task, state, say, share.device)
         told = f"test {100 * result['test_accuracy']:.1f} % in {result['seconds']:.0f} s"
-        return result | {"baselines": baselines, "versions": versions()}, told
+        return result | {"baselines": baselines, "device": str(share.device), "versions": versions()}, told
 
     claim(comparison, out, _differences, write=share.index == 0)
     return run_share(comparison.name, comparison.cells(), out, share, run_one, say)
