@@ -31,7 +31,7 @@ text makes little sense.
 |---|---|
 | teacher | `{teacher}` ({model_type}) |
 | layers | {linear} linear, {softmax} softmax |
-| feature map | `{feature_map}`{dims}, rotary positions {rope} it |
+| feature map | `{feature_map}`{dims}, rotary positions {rope_position} it |
 | decay | `{decay}`{shared} |
 | normalisation | `{norm}` |
 | softmax window | {window} |
@@ -141,7 +141,7 @@ def model_card(plan: Plan, seed: int, out: Path) -> str:
         softmax=len(layers) - linear,
         feature_map=conversion.feature_map,
         dims=f" of {conversion.taylor_dim} dimensions" if conversion.taylor_dim else "",
-        rope=conversion.rope,
+        rope_position=conversion.rope_position,
         decay=conversion.decay,
         shared=", shared within each key/value group" if conversion.decay_shared else "",
         norm=conversion.norm,

@@ -87,7 +87,7 @@ def _summary(plan: Plan) -> Table:
     rows = {
         "teacher": f"{plan.source.location} ({plan.source.kind}, {model_type}, {plan.dtype})",
         "layers": f"{len(layers) - kept} linear, {kept} softmax",
-        "linear layer": f"{conversion.feature_map} feature map{dims}, rotary positions {conversion.rope} it",
+        "linear layer": f"{conversion.feature_map} feature map{dims}, rotary positions {conversion.rope_position} it",
         "": f"{conversion.decay} decay{shared}, {conversion.norm}, {window}",
         "parameters": f"{plan.parameters_kept:,} kept + {plan.parameters_added:,} new ({percent:.2f} %)",
         "disk": human_bytes(plan.disk_bytes),

@@ -77,7 +77,7 @@ def student_config(
             dtype=dtype,
             feature_map=conversion.feature_map,
             taylor_dim=conversion.taylor_dim,
-            rope_position=conversion.rope,
+            rope_position=conversion.rope_position,
             decay=conversion.decay,
             decay_shared=conversion.decay_shared,
             attention_norm=conversion.norm,

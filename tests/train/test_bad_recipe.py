@@ -19,10 +19,11 @@ OVERRIDES = [
     ("conversion.window=-1", ["conversion.window = -1", "at least 0"]),
     ("conversion.window=big", ["conversion.window = 'big'", "a number is needed"]),
     ("conversion.norm=group_norm", ["conversion.window = 64", "set norm to denominator"]),
-    ("conversion.rope=after", ["conversion.rope = 'after'", "set rope to before"]),
+    ("conversion.rope_position=after", ["conversion.rope_position = 'after'", "set rope_position to before"]),
+    ("conversion.rope=before", ["conversion.rope = 'before'", "rope_position"]),  # its name in older recipes
     ("conversion.taylor_dim=16", ["conversion.taylor_dim = 16", "set feature_map to taylor"]),
     ("conversion={feature_map: taylor, taylor_dim: 5}", ["conversion.taylor_dim = 5", "give an even number"]),
-    ("conversion={feature_map: taylor, rope: after}", ["conversion.rope = 'after'", "set rope to before"]),
+    ("conversion={feature_map: taylor, rope_position: after}", ["set rope_position to before"]),
     ("conversion.decay=gate", ["conversion.decay = 'gate'", "did you mean `gated`"]),
     ("conversion.num_sink_tokens=-1", ["conversion.num_sink_tokens", "at least 0"]),
     (
