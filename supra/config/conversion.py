@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from supra.config.fields import Count, Section, comma_list
+from supra.rope import parse_scaling
 
 FeatureMap = Literal["relu_dense", "relu", "hedgehog", "t2r", "elu", "taylor", "identity"]
 RopePosition = Literal["before", "after"]
@@ -38,6 +39,9 @@ class Conversion(Section):
     taylor_dim: Annotated[Count, Field(ge=2)] | None = None  # dimensions that `taylor` expands
     norm: Norm | None = None
     rope_position: RopePosition | None = Field(default=None, validate_default=True)
+    rope: str | None = (
+        None  # KIND:FACTOR stretches the teacher's context, yarn:4; null = as the teacher has it
+    )
     decay: Decay | None = None
     decay_shared: bool | None = None
     norm_affine: bool | None = None
@@ -102,6 +106,11 @@ class Conversion(Section):
                 "RoPE after the features lets the denominator change sign: set rope_position to before"
             )
         return value
+
+    @field_validator("rope")
+    @classmethod
+    def _rope_is_a_fixed_scaling(cls, value: str | None) -> str | None:
+        return None if value is None else str(parse_scaling(value))
 
     @field_validator("norm_affine")
     @classmethod

@@ -255,6 +255,7 @@ def check_conversion(conversion: Conversion, config: SupraConfig) -> None:
         "feature_map": (wanted.feature_map, config.feature_map),
         "taylor_dim": (wanted.taylor_dim, config.taylor_dim),
         "rope_position": (wanted.rope_position, config.rope_position),
+        "rope": (wanted.rope, config.rope_scaled_by),
         "decay": (wanted.decay, config.decay),
         "decay_shared": (wanted.decay_shared, config.decay_shared),
         "norm": (wanted.norm, config.attention_norm),

@@ -20,7 +20,9 @@ OVERRIDES = [
     ("conversion.window=big", ["conversion.window = 'big'", "a number is needed"]),
     ("conversion.norm=group_norm", ["conversion.window = 64", "set norm to denominator"]),
     ("conversion.rope_position=after", ["conversion.rope_position = 'after'", "set rope_position to before"]),
-    ("conversion.rope=before", ["conversion.rope = 'before'", "rope_position"]),  # its name in older recipes
+    ("conversion.rope=before", ["conversion.rope = 'before'", "is called rope_position"]),  # an older recipe
+    ("conversion.rope=dynamic:4", ["conversion.rope = 'dynamic:4'", "cannot be rotated again"]),
+    ("conversion.rope=4", ["conversion.rope = 4", "must be text"]),
     ("conversion.taylor_dim=16", ["conversion.taylor_dim = 16", "set feature_map to taylor"]),
     ("conversion={feature_map: taylor, taylor_dim: 5}", ["conversion.taylor_dim = 5", "give an even number"]),
     ("conversion={feature_map: taylor, rope_position: after}", ["set rope_position to before"]),
