@@ -101,6 +101,7 @@ class Prepared:
                     "name": stage.name,
                     "trainable": stage.trainable,
                     "loss": stage.loss,
+                    "positions": stage.positions,
                     "steps": steps,
                     "tokens": steps * stage.tokens_per_step,
                     "first_loss": _mean_loss(own, min),
@@ -143,6 +144,8 @@ def prepare(recipe: Recipe, model_dir: Path, run_dir: Path, reporter: Reporter) 
     for stage in recipe.stages:
         check_trainable(stage, outline)
     if warning := moved_teacher(recipe, model_dir):
+        reporter.warn(warning)
+    for warning in unknown_positions(recipe, config):
         reporter.warn(warning)
     budget = make_budget(
         recipe,
@@ -204,6 +207,7 @@ def load_texts(
                     mixture,
                     length=stage.length,
                     seed=derived_seed(recipe.seed, index),
+                    positions=stage.position_scheme,
                     makes_shards=accelerator.is_local_main_process,
                 )
             )
@@ -245,6 +249,17 @@ def read_config(model_dir: Path) -> SupraConfig:
     if not isinstance(config, SupraConfig):
         raise UserError(str(model_dir), "it is not a converted model", "Run `supra convert` first.")
     return config
+
+
+def unknown_positions(recipe: Recipe, config: SupraConfig) -> list[str]:
+    """What to tell a user whose stages draw positions that the model's RoPE is not made for."""
+    context = config.max_position_embeddings
+    return [
+        f"stages.{stage.name}.positions = {stage.positions}: the model's RoPE is made for {context:,} positions, and "
+        "beyond them its teacher is no guide. Convert with --rope, yarn:4 for four times as many"
+        for stage in recipe.stages
+        if stage.position_scheme is not None and stage.position_scheme.span > context
+    ]
 
 
 def check_conversion(conversion: Conversion, config: SupraConfig) -> None:
