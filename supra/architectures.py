@@ -68,7 +68,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 # Rotary scalings whose frequencies are fixed: what the recurrent state holds stays valid as the text grows.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 MOVING_ROPE_TYPES = ("dynamic", "longrope", "su")
 
 # Buffers of old checkpoints that are recomputed on loading; dropping them loses nothing.
@@ -190,7 +190,11 @@ def _check_rope(config: Mapping[str, Any], where: str) -> None:
             f"{where}: rope type {kind!r}", "it is not known", f"{hint}Known: {', '.join(ROPE_TYPES)}"
         )
     partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+    if kind != "proportional" and partial not in (
+        None,
+        1,
+        1.0,
+    ):  # it gives the rest of a head a frequency of 0
         raise UserError(
             f"{where}: partial_rotary_factor = {partial}",
             "only part of every head is rotated, and the converted model rotates all of it",

@@ -25,7 +25,13 @@ FeatureMap = Annotated[
 TaylorDim = Annotated[
     int | None, typer.Option(help="Dimensions that the taylor map projects to and expands: 16 unless given.")
 ]
-Rope = Annotated[str | None, typer.Option(help="RoPE before or after the feature map.")]
+RopePosition = Annotated[str | None, typer.Option(help="RoPE before or after the feature map.")]
+Rope = Annotated[
+    str | None,
+    typer.Option(
+        help="yarn:4 for a context 4 times the teacher's; or linear, ntk, llama3.", metavar="KIND:FACTOR"
+    ),
+]
 Decay = Annotated[str | None, typer.Option(help="none, alibi, retnet, learned or gated (by each token).")]
 DecayShared = Annotated[
     bool | None, typer.Option(help="One decay per key/value head: the state is kept per KV head.")
@@ -117,7 +123,7 @@ def choose_layers(
 def inspect(
     source: Annotated[str, typer.Argument(help="A Hugging Face folder, a hub id or a .gguf file.")],
     recipe: ConversionRecipe = None, feature_map: FeatureMap = None, taylor_dim: TaylorDim = None,
-    rope: Rope = None, decay: Decay = None,
+    rope_position: RopePosition = None, rope: Rope = None, decay: Decay = None,
     decay_shared: DecayShared = None, norm: Norm = None, norm_affine: NormAffine = None, window: Window = None,
     num_sink_tokens: NumSinkTokens = None, keep_softmax: KeepSoftmax = None, revision: Revision = None,
     allow_pickle: AllowPickle = False,
@@ -125,9 +131,9 @@ def inspect(
 ) -> None:  # fmt: skip
     """Show what a conversion would keep, add and drop, and what it would cost; writes nothing."""
     plan, _ = plan_conversion(
-        source, recipe, revision, allow_pickle, feature_map=feature_map, taylor_dim=taylor_dim, rope=rope, decay=decay,
-        decay_shared=decay_shared, norm=norm, norm_affine=norm_affine, window=window,
-        num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
+        source, recipe, revision, allow_pickle, feature_map=feature_map, taylor_dim=taylor_dim,
+        rope_position=rope_position, rope=rope, decay=decay, decay_shared=decay_shared, norm=norm,
+        norm_affine=norm_affine, window=window, num_sink_tokens=num_sink_tokens, keep_softmax=keep_softmax,
     )  # fmt: skip
     print_plan(plan, as_json)
     plan.require_convertible()
@@ -146,7 +152,7 @@ def convert(
     source: Annotated[str, typer.Argument(help="A Hugging Face folder, a hub id or a .gguf file.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write; must not exist.")],
     recipe: ConversionRecipe = None, feature_map: FeatureMap = None, taylor_dim: TaylorDim = None,
-    rope: Rope = None, decay: Decay = None,
+    rope_position: RopePosition = None, rope: Rope = None, decay: Decay = None,
     decay_shared: DecayShared = None, norm: Norm = None, norm_affine: NormAffine = None, window: Window = None,
     num_sink_tokens: NumSinkTokens = None, keep_softmax: KeepSoftmax = None, revision: Revision = None,
     allow_pickle: AllowPickle = False,
@@ -163,8 +169,8 @@ def convert(
     from .convert import check_place, check_target, execute, progress_bar
 
     options: dict[str, Any] = {
-        "feature_map": feature_map, "taylor_dim": taylor_dim, "rope": rope, "decay": decay,
-        "decay_shared": decay_shared, "norm": norm, "norm_affine": norm_affine, "window": window,
+        "feature_map": feature_map, "taylor_dim": taylor_dim, "rope_position": rope_position, "rope": rope,
+        "decay": decay, "decay_shared": decay_shared, "norm": norm, "norm_affine": norm_affine, "window": window,
         "num_sink_tokens": num_sink_tokens, "keep_softmax": keep_softmax,
     }  # fmt: skip
     layer_errors: Any = ()

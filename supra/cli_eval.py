@@ -89,7 +89,7 @@ Rope = Annotated[
     str,
     typer.Option(
         rich_help_panel=LENGTH,
-        help="How the teacher's RoPE is scaled, beside the plain one: linear, ntk, yarn or none.",
+        help="How the teacher's RoPE is scaled, beside the plain one: linear, ntk, yarn, llama3 or none.",
     ),
 ]
 Protocols = Annotated[

@@ -120,7 +120,9 @@ def evaluate_folder(
         UserError: a folder or text that is not there, or too little text for one block.
     """
     started = time.monotonic()
-    longest = json.loads((model / "config.json").read_text()).get("max_position_embeddings", 1024)
+    config = json.loads((model / "config.json").read_text())
+    # A conversion may have stretched the context; the teacher beside it reads as it always did.
+    longest = config.get("teacher_max_position_embeddings") or config.get("max_position_embeddings", 1024)
     length = min(1024, longest) if block_tokens is None else block_tokens
     if length > longest:
         say(f"warning: blocks of {length} tokens are longer than the {longest} that the teacher was made for")

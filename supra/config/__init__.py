@@ -10,7 +10,7 @@ from supra.config.conversion import Conversion, Decay, FeatureMap, Norm, RopePos
 from supra.config.data import Data
 from supra.config.optimizer import Lora, Optimizer
 from supra.config.recipe import Recipe, conversion_from_options, flatten, load
-from supra.config.stage import Stage, WindowDropout
+from supra.config.stage import PositionScheme, Stage, WindowDropout
 
 __all__ = [
     "Conversion",
@@ -20,6 +20,7 @@ __all__ = [
     "Lora",
     "Norm",
     "Optimizer",
+    "PositionScheme",
     "Recipe",
     "RopePosition",
     "Stage",

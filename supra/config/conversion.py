@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from supra.config.fields import Count, Section, comma_list
+from supra.rope import parse_scaling
 
 FeatureMap = Literal["relu_dense", "relu", "hedgehog", "t2r", "elu", "taylor", "identity"]
 RopePosition = Literal["before", "after"]
@@ -13,7 +14,7 @@ Norm = Literal["group_norm", "denominator"]
 
 
 class _Method(NamedTuple):
-    rope: RopePosition
+    rope_position: RopePosition
     norm: Norm
     decay: Decay
 
@@ -37,7 +38,10 @@ class Conversion(Section):
     feature_map: FeatureMap = "relu_dense"
     taylor_dim: Annotated[Count, Field(ge=2)] | None = None  # dimensions that `taylor` expands
     norm: Norm | None = None
-    rope: RopePosition | None = Field(default=None, validate_default=True)
+    rope_position: RopePosition | None = Field(default=None, validate_default=True)
+    rope: str | None = (
+        None  # KIND:FACTOR stretches the teacher's context, yarn:4; null = as the teacher has it
+    )
     decay: Decay | None = None
     decay_shared: bool | None = None
     norm_affine: bool | None = None
@@ -52,7 +56,7 @@ class Conversion(Section):
         return self.model_copy(
             update={
                 "taylor_dim": (self.taylor_dim or TAYLOR_DIM) if self.feature_map == "taylor" else None,
-                "rope": self.rope or _METHODS[self.feature_map].rope,
+                "rope_position": self.rope_position or _METHODS[self.feature_map].rope_position,
                 "decay": self.decay or _METHODS[self.feature_map].decay,
                 "norm": self.norm or _METHODS[self.feature_map].norm,
                 "decay_shared": bool(self.decay_shared),
@@ -89,17 +93,24 @@ class Conversion(Section):
             )
         return value
 
-    @field_validator("rope")
+    @field_validator("rope_position")
     @classmethod
     def _some_features_need_rope_before(
         cls, value: RopePosition | None, info: ValidationInfo
     ) -> RopePosition | None:
-        rope = _effective("rope", {**info.data, "rope": value})
-        if rope == "after" and info.data.get("feature_map") == "taylor":
-            raise ValueError("taylor features are products, not pairs to rotate: set rope to before")
-        if rope == "after" and _effective("norm", info.data) == "denominator":
-            raise ValueError("RoPE after the features lets the denominator change sign: set rope to before")
+        position = _effective("rope_position", {**info.data, "rope_position": value})
+        if position == "after" and info.data.get("feature_map") == "taylor":
+            raise ValueError("taylor features are products, not pairs to rotate: set rope_position to before")
+        if position == "after" and _effective("norm", info.data) == "denominator":
+            raise ValueError(
+                "RoPE after the features lets the denominator change sign: set rope_position to before"
+            )
         return value
+
+    @field_validator("rope")
+    @classmethod
+    def _rope_is_a_fixed_scaling(cls, value: str | None) -> str | None:
+        return None if value is None else str(parse_scaling(value))
 
     @field_validator("norm_affine")
     @classmethod

@@ -1,6 +1,6 @@
 """One stage of a recipe: what trains, against which loss, for how long."""
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -10,6 +10,16 @@ from supra.config.fields import Count, PositiveCount, Real, Section
 from supra.config.optimizer import Lora, MlpProjection, Optimizer
 
 _LOSS_OF_OPTION = {"attention_target": "attention", "kl_temperature": "kl", "ce_weight": "kl"}
+
+
+class PositionScheme(NamedTuple):
+    """How the tokens of a sequence are spread over the positions 0 … `span` − 1, written `kind:span`."""
+
+    kind: Literal["random", "pose"]
+    span: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.span}"
 
 
 class WindowDropout(Section):
@@ -37,6 +47,7 @@ class Stage(Section):
     window_dropout: WindowDropout | None = None  # null = the window is always there
     activation_checkpointing: bool = False  # recompute each decoder layer in the backward pass
     length: Annotated[Count, Field(ge=2)]
+    positions: str | None = None  # random:N or pose:N spreads them over 0 … N − 1; null = 0 … length − 1
     micro_batch_size: PositiveCount = 1
     tokens_per_step: PositiveCount
     total_tokens: PositiveCount
@@ -56,6 +67,15 @@ class Stage(Section):
     @property
     def sequences_per_step(self) -> int:
         return self.tokens_per_step // self.length
+
+    @property
+    def position_scheme(self) -> PositionScheme | None:
+        return None if self.positions is None else _position_scheme(self.positions)
+
+    @property
+    def title(self) -> str:
+        """The name, and the positions where they are not the plain ones."""
+        return self.name if self.positions is None else f"{self.name} (positions {self.positions})"
 
     @field_validator("train_new")
     @classmethod
@@ -98,6 +118,18 @@ class Stage(Section):
             raise ValueError("attention transfer keeps one layer's activations at a time already")
         return value
 
+    @field_validator("positions")
+    @classmethod
+    def _positions_hold_a_sequence(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None:
+            return None
+        scheme = _position_scheme(value)
+        if scheme.span < info.data.get("length", 0):
+            raise ValueError(
+                f"{scheme.span} positions are fewer than the {info.data['length']} tokens of a sequence: raise it"
+            )
+        return str(scheme)
+
     @field_validator("tokens_per_step")
     @classmethod
     def _whole_micro_batches(cls, value: int, info: ValidationInfo) -> int:
@@ -139,6 +171,14 @@ class Stage(Section):
         if in_mlp and info.data.get("loss") == "attention":
             raise _in_field("targets", f"attention transfer does not reach {', '.join(in_mlp)}")
         return value
+
+
+def _position_scheme(text: str) -> PositionScheme:
+    """`random:8192` as a scheme; ValueError if it is none."""
+    kind, _, span = (part.strip() for part in text.partition(":"))
+    if kind not in ("random", "pose") or not span.isdecimal():
+        raise ValueError("must be random:N or pose:N, with N the number of positions, like pose:8192")
+    return PositionScheme(kind, int(span))  # type: ignore[arg-type]
 
 
 def _in_field(field: str, message: str) -> PydanticCustomError:

@@ -9,8 +9,9 @@ from typing import Any
 
 from supra.config import Conversion
 from supra.convert.plan import Plan
-from supra.convert.render import human_bytes
+from supra.convert.render import human_bytes, position_data
 from supra.convert.shard_writer import HASH_NAME
+from supra.convert.student import describe_positions
 from supra.weights.headers import INDEX_NAME
 
 CARD = """---
@@ -31,7 +32,8 @@ text makes little sense.
 |---|---|
 | teacher | `{teacher}` ({model_type}) |
 | layers | {linear} linear, {softmax} softmax |
-| feature map | `{feature_map}`{dims}, rotary positions {rope} it |
+| feature map | `{feature_map}`{dims}, rotary positions {rope_position} it |
+| positions | {positions} |
 | decay | `{decay}`{shared} |
 | normalisation | `{norm}` |
 | softmax window | {window} |
@@ -100,6 +102,7 @@ def provenance(plan: Plan, seed: int, hashes: dict[str, Any]) -> dict[str, Any]:
         **hashes,
         "seed": seed,
         "conversion": plan.conversion.model_dump(mode="json"),
+        "positions": position_data(plan.config),
         "dtype": plan.dtype,
         "parameters": {"kept": plan.parameters_kept, "added": plan.parameters_added},
         "dropped": [tensor.name for tensor in plan.dropped],
@@ -141,7 +144,8 @@ def model_card(plan: Plan, seed: int, out: Path) -> str:
         softmax=len(layers) - linear,
         feature_map=conversion.feature_map,
         dims=f" of {conversion.taylor_dim} dimensions" if conversion.taylor_dim else "",
-        rope=conversion.rope,
+        rope_position=conversion.rope_position,
+        positions=describe_positions(plan.config),
         decay=conversion.decay,
         shared=", shared within each key/value group" if conversion.decay_shared else "",
         norm=conversion.norm,

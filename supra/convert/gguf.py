@@ -26,6 +26,7 @@ from supra.convert.gguf_tokenizer import check_tokenizer, write_tokenizer
 from supra.convert.shard_writer import CancelledError, Hash, OnBytes, ShardWriter, file_bytes, hash_file
 from supra.convert.source import Shard, Source
 from supra.errors import UserError
+from supra.rope import LLAMA3_BANDS
 from supra.weights.headers import TensorInfo
 
 GLOBAL_NAMES = {
@@ -52,7 +53,7 @@ BLOCK_ELEMENTS = 4 << 20
 SHARD_BYTES = 4 << 30
 LONG_ARRAY = 1024
 # The defaults of Llama 3.1's own configuration; the factor alone differs between its releases.
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_ROPE = {**LLAMA3_BANDS, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from supra.convert.student import describe_positions
 from supra.weights.headers import TensorInfo
 
 if TYPE_CHECKING:
     from supra.convert.plan import Plan
+    from supra.models import SupraConfig
 
 
 def human_bytes(count: int) -> str:
@@ -37,6 +39,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "teacher_model_type": plan.config.teacher_model_type,
         "dtype": plan.dtype,
         "conversion": plan.conversion.model_dump(mode="json"),
+        "positions": position_data(plan.config),
         "layer_types": list(plan.config.layer_types or []),
         "parameters": {"kept": plan.parameters_kept, "added": plan.parameters_added},
         "context": plan.context_bytes,
@@ -49,6 +52,17 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "new": [_tensor_data(tensor) for tensor in plan.new],
         "dropped": [_tensor_data(tensor) for tensor in plan.dropped],
         "refused": [_tensor_data(item.tensor) | {"reason": item.reason} for item in plan.refused],
+    }
+
+
+def position_data(config: SupraConfig) -> dict[str, Any]:
+    """The rotary positions, and the contexts in tokens of the teacher and of the converted model."""
+    context = config.max_position_embeddings
+    return {
+        "rope": config.rope_scaled_by,
+        "rope_parameters": config.rope_parameters,
+        "teacher_max_position_embeddings": config.teacher_max_position_embeddings or context,
+        "max_position_embeddings": context,
     }
 
 
@@ -87,8 +101,9 @@ def _summary(plan: Plan) -> Table:
     rows = {
         "teacher": f"{plan.source.location} ({plan.source.kind}, {model_type}, {plan.dtype})",
         "layers": f"{len(layers) - kept} linear, {kept} softmax",
-        "linear layer": f"{conversion.feature_map} feature map{dims}, rotary positions {conversion.rope} it",
+        "linear layer": f"{conversion.feature_map} feature map{dims}, rotary positions {conversion.rope_position} it",
         "": f"{conversion.decay} decay{shared}, {conversion.norm}, {window}",
+        "positions": describe_positions(plan.config),
         "parameters": f"{plan.parameters_kept:,} kept + {plan.parameters_added:,} new ({percent:.2f} %)",
         "disk": human_bytes(plan.disk_bytes),
         "memory": f"{human_bytes(plan.convert_memory_bytes)} to convert, "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from supra.architectures import Architecture, check, has_bias
 from supra.config import Conversion
 from supra.errors import UserError
+from supra.rope import parse_scaling, scaled_context, scaled_rope_parameters
 
 if TYPE_CHECKING:
     from supra.models import SupraConfig
@@ -55,6 +56,7 @@ def student_config(
 
     from supra.models import SupraConfig
 
+    full = full | _scaled_positions(full, conversion, where)
     layers = softmax_layer_types(full)
     for index in conversion.keep_softmax:
         if not 0 <= index < len(layers):
@@ -77,7 +79,7 @@ def student_config(
             dtype=dtype,
             feature_map=conversion.feature_map,
             taylor_dim=conversion.taylor_dim,
-            rope_position=conversion.rope,
+            rope_position=conversion.rope_position,
             decay=conversion.decay,
             decay_shared=conversion.decay_shared,
             attention_norm=conversion.norm,
@@ -99,7 +101,7 @@ def teacher_notes(full: dict[str, Any], config: SupraConfig) -> list[str]:
             f"the teacher's sliding window of {full['sliding_window']:,} tokens ({sliding} layers): gone in "
             f"linear layers, which see all older tokens through the state; kept in {kept} softmax layers"
         )
-    rope = config.rope_parameters or {}
+    rope = full.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
         notes.append(
             f"rotary scaling {rope['rope_type']}, factor {rope.get('factor')}: its fixed frequencies are kept"
@@ -107,6 +109,34 @@ def teacher_notes(full: dict[str, Any], config: SupraConfig) -> list[str]:
     if config.tie_word_embeddings:
         notes.append("the output layer shares the embeddings, as in the teacher")
     return notes
+
+
+def describe_positions(config: SupraConfig) -> str:
+    """The rotary positions and the context that they are made for, in a few words."""
+    tokens = config.max_position_embeddings
+    if config.rope_scaled_by is None:
+        return f"RoPE as the teacher has it, for {tokens:,} tokens"
+    trained = config.teacher_max_position_embeddings
+    return f"RoPE scaled by {config.rope_scaled_by}, from the teacher's {trained:,} tokens to {tokens:,}"
+
+
+def _scaled_positions(full: dict[str, Any], conversion: Conversion, where: str) -> dict[str, Any]:
+    """The fields of the configuration in which a conversion that scales RoPE differs from the teacher's `full`."""
+    if conversion.rope is None:
+        return {}
+    scaling, context = parse_scaling(conversion.rope), int(full["max_position_embeddings"])
+    return {
+        "rope_parameters": scaled_rope_parameters(
+            full["rope_parameters"],
+            scaling,
+            head_dim=full["head_dim"],
+            context_tokens=context,
+            asked=f"{where}: rope {scaling}",
+        ),
+        "max_position_embeddings": scaled_context(context, scaling.factor),
+        "teacher_max_position_embeddings": context,
+        "rope_scaled_by": str(scaling),
+    }
 
 
 def _first_line(error: Exception) -> str:

@@ -131,12 +131,19 @@ def _broken_tensor_hint(places: dict[str, tuple[Path, TensorInfo]]) -> str:
 
 
 def check_equal_to_teacher(logits: Tensor, teacher: Path, ids: Tensor, plan: Plan) -> None:
-    """SupraError unless `logits` are the teacher's, bit for bit."""
+    """SupraError unless `logits` are the teacher's, with its RoPE scaled as the plan does, bit for bit."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    config = plan.config
+    scaled = {
+        "rope_parameters": config.rope_parameters,
+        "max_position_embeddings": config.max_position_embeddings,
+    }
     model = AutoModelForCausalLM.from_pretrained(
-        teacher, dtype=getattr(torch, FLOAT_DTYPES[plan.dtype])
+        teacher,
+        dtype=getattr(torch, FLOAT_DTYPES[plan.dtype]),
+        **(scaled if config.rope_scaled_by else {}),
     ).eval()
     if not torch.equal(model(ids, use_cache=False).logits, logits):
         raise SupraError(

@@ -31,6 +31,8 @@ class SupraConfig(LlamaConfig):
       from each token: γ^(i−j) is Π_{j<t≤i} γ_t); with `decay_shared` one value per key/value head, so that the state is
       kept per key/value head;
     - `attention_norm`: `group_norm` (one group per head) or `denominator` (Σ_j φ(q_i)·φ(k_j));
+    - `rope_scaled_by`: the scaling, `yarn:4`, that the conversion put into `rope_parameters`, and by which it stretched
+      the context from `teacher_max_position_embeddings` to `max_position_embeddings`; None, both, where it did not;
     - `teacher_layer_types`: what each layer was, so that training compares with the teacher as it is;
     - `window`: exact softmax over the last `window` tokens sharing the denominator with the linear part over the
       older ones, which reads the state of `window` tokens ago (keys, values and γ_t wait together: j's decay is
@@ -57,6 +59,8 @@ class SupraConfig(LlamaConfig):
     num_sink_tokens: int = 0
     teacher_model_type: str = "llama"
     teacher_layer_types: list[str] | None = None
+    teacher_max_position_embeddings: int | None = None
+    rope_scaled_by: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_misspelt(kwargs)

@@ -25,7 +25,13 @@ from supra_kernels import resolve_backend
 from .attention import Ablation, SupraLinearAttention, SupraSoftmaxAttention
 from .cache import SupraCache
 from .configuration_supra import SupraConfig
-from .packing import Packing, packing_from_boundaries, packing_from_mask, positions_from_boundaries
+from .packing import (
+    Packing,
+    packing_from_boundaries,
+    packing_from_mask,
+    places_of_rising,
+    positions_from_boundaries,
+)
 from .precision import SupraRotaryEmbedding
 
 
@@ -91,7 +97,9 @@ class SupraModel(SupraPreTrainedModel):
         """input_ids [B, T] -> last hidden state [B, T, hidden].
 
         `attention_mask` [B, past + T] is 0 at pads, wherever they stand. `cu_seqlens` [N+1] bounds documents packed
-        over the B·T tokens in row order: state, window and positions start anew in each.
+        over the B·T tokens in row order: state, window and positions start anew in each. `position_ids` [B or 1, T]
+        turn RoPE alone and may skip: window, sinks, decay and masks count tokens. Where they fall without `cu_seqlens`,
+        a softmax layer begins a document, as in transformers, and the state of a linear one does not.
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds`, packed documents together with a cache or
@@ -117,7 +125,8 @@ class SupraModel(SupraPreTrainedModel):
         if position_ids is None:
             position_ids = self._positions(inputs_embeds, attention_mask, cache, cu_seqlens)
         packing = self._packing(attention_mask, cu_seqlens, batch_size, num_columns)
-        masks = self._softmax_masks(inputs_embeds, attention_mask, cache, position_ids)
+        places = self._places(position_ids, cu_seqlens, batch_size)
+        masks = self._softmax_masks(inputs_embeds, attention_mask, cache, places)
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
         hidden_states = inputs_embeds
         for layer in self.layers:
@@ -125,7 +134,7 @@ class SupraModel(SupraPreTrainedModel):
                 hidden_states,
                 attention_mask=masks.get(str(layer.layer_type)),
                 position_embeddings=position_embeddings,
-                position_ids=position_ids,
+                position_ids=places,  # by which flash attention would find documents
                 cache=cache,
                 use_cache=use_cache,
                 packing=packing,
@@ -153,6 +162,18 @@ class SupraModel(SupraPreTrainedModel):
             return (attention_mask.cumsum(1)[:, attention_mask.shape[1] - num_columns :] - 1).clamp(min=0)
         return (torch.arange(num_columns, device=inputs_embeds.device) + seen).unsqueeze(0)
 
+    def _places(self, position_ids: Tensor, cu_seqlens: Tensor | None, batch_size: int) -> Tensor | None:
+        """Each token's place [B or 1, T] in its document, for the softmax layers; None where there are none.
+
+        transformers takes positions that do not rise by one for the start of a document, so it never sees those that
+        skip.
+        """
+        if self.config.num_linear_layers == self.config.num_hidden_layers:
+            return None
+        if cu_seqlens is not None:
+            return positions_from_boundaries(cu_seqlens, batch_size, position_ids.shape[1])
+        return places_of_rising(position_ids)
+
     def _packing(
         self, attention_mask: Tensor | None, cu_seqlens: Tensor | None, batch_size: int, num_columns: int
     ) -> Packing | None:
@@ -176,7 +197,7 @@ class SupraModel(SupraPreTrainedModel):
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
         cache: SupraCache | None,
-        position_ids: Tensor,
+        places: Tensor | None,
     ) -> dict[str, Tensor | None]:
         """The causal masks of the kept softmax layers, by layer type."""
         makers = {
@@ -190,7 +211,7 @@ class SupraModel(SupraPreTrainedModel):
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
                 cache=cache,
-                position_ids=position_ids,
+                position_ids=places,
             )
             for layer_type, make in makers.items()
             if layer_type in present

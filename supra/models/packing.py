@@ -100,6 +100,14 @@ def positions_from_boundaries(cu_seqlens: Tensor, batch_size: int, num_columns: 
     return (flat - starts).view(batch_size, num_columns)
 
 
+def places_of_rising(position_ids: Tensor) -> Tensor:
+    """Places 0, 1, … [B, T] of tokens in runs of rising positions: a jump forward is none, a fall begins another."""
+    before = position_ids[:, :1] - 1
+    falls = position_ids.diff(dim=1, prepend=before) <= 0
+    columns = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
+    return columns - torch.where(falls, columns, 0).cummax(dim=1).values
+
+
 def delay_rows(x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
     """Shift x [B, T, ...] right by w; past [B, w, ...] feeds the start. Returns the shifted x and the new past."""
     both = torch.cat((past, x), dim=1)

@@ -20,7 +20,8 @@ IGNORED = -100  # label of a position that predicts nothing, as in torch's cross
 class Batch:
     """Packed sequences.
 
-    `input_ids`, `position_ids`, `labels` [B, T] int64: positions start at 0 in each document (or row);
+    `input_ids`, `position_ids`, `labels` [B, T] int64: positions are 0, 1, … in each document (or row), or what the
+    stage's `positions` draws there;
     `labels[:, t]` is the token after `input_ids[:, t]`, or `IGNORED` where a document or a row ends.
     `cu_seqlens` [N+1] int64: bounds of the documents among the B·T tokens in row order; a row starts one.
     `learned` [B, T] bool: positions whose prediction is learned, those before an answer's token in chats and all in
@@ -58,6 +59,11 @@ class Sequence:
     answers: np.ndarray | None
     epoch: int
     number: int
+
+    @property
+    def document_lengths(self) -> np.ndarray:
+        """Tokens of each document inside it."""
+        return np.diff(self.starts, prepend=0, append=len(self.tokens))
 
 
 class PackedData:
@@ -112,13 +118,14 @@ class PackedData:
         return np.unique(offsets[low:high])
 
 
-def collate(sequences: list[tuple[int, Sequence]]) -> Batch:
-    """A batch of (component, sequence) pairs, one a row."""
+def collate(sequences: list[tuple[int, Sequence]], positions: list[np.ndarray] | None = None) -> Batch:
+    """A batch of (component, sequence) pairs, one a row; `positions` [T] of each, unless they are 0, 1, …."""
     tokens = np.stack([sequence.tokens for _, sequence in sequences])
     size, length = tokens.shape
     bounds = [np.concatenate(([0], s.starts)) + row * length for row, (_, s) in enumerate(sequences)]
     cu_seqlens = np.concatenate([*bounds, [size * length]])
-    starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+    if positions is None:
+        positions = [np.concatenate([np.arange(n) for n in s.document_lengths]) for _, s in sequences]
     shifted = np.append(tokens.reshape(-1)[1:], IGNORED)
     shifted[cu_seqlens[1:] - 1] = IGNORED
     labels = shifted.reshape(tokens.shape)
@@ -131,7 +138,7 @@ def collate(sequences: list[tuple[int, Sequence]]) -> Batch:
         labels[~learned] = IGNORED
     return Batch(
         input_ids=torch.from_numpy(tokens),
-        position_ids=torch.from_numpy((np.arange(tokens.size) - starts).reshape(tokens.shape)),
+        position_ids=torch.from_numpy(np.stack(positions)),
         labels=torch.from_numpy(labels),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         sequence_ids=tuple((component, s.epoch, s.number) for component, s in sequences),

@@ -121,6 +121,11 @@ def _write_documents(recipe: Recipe, model_dir: Path, folder: Path, training: di
     write_whole(folder / "README.md", f"{before}\n\n{_training_section(recipe, training)}")
 
 
+def _positions(stage: dict[str, Any]) -> str:
+    """The positions of a stage where they are not the plain ones."""
+    return f" (positions {stage['positions']})" if stage["positions"] else ""
+
+
 def _training_section(recipe: Recipe, training: dict[str, Any]) -> str:
     lines = [
         "## Training",
@@ -133,7 +138,7 @@ def _training_section(recipe: Recipe, training: dict[str, Any]) -> str:
     ]
     for stage in training["stages"]:
         lines.append(
-            f"| {stage['name']} | {stage['trainable']} | {stage['loss']} | {stage['tokens']:,} "
+            f"| {stage['name']}{_positions(stage)} | {stage['trainable']} | {stage['loss']} | {stage['tokens']:,} "
             f"| {stage['steps']:,} | {stage['first_loss']:.4g} | {stage['last_loss']:.4g} |"
         )
     return "\n".join(lines) + "\n"

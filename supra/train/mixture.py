@@ -10,7 +10,9 @@ from math import lcm
 
 import numpy as np
 
+from supra.config import PositionScheme
 from supra.train.data import Batch, PackedData, collate, derived_seed
+from supra.train.positions import draw_positions
 from supra.train.streaming import StreamedData, TokenStream
 from supra.train.token_store import TokenStore
 
@@ -36,14 +38,24 @@ class Mixture:
 class MixedData:
     """The sequences of one stage; each component runs through epochs and orders of its own.
 
+    `positions`: how the tokens of each sequence get positions, 0, 1, … unless given.
     `makes_shards`: whether this process is the one of its machine that makes the shards of streamed components.
 
     Raises:
         UserError: a component has fewer tokens than one sequence holds, or a streamed one cannot be read.
     """
 
-    def __init__(self, mixture: Mixture, *, length: int, seed: int, makes_shards: bool = True) -> None:
+    def __init__(
+        self,
+        mixture: Mixture,
+        *,
+        length: int,
+        seed: int,
+        positions: PositionScheme | None = None,
+        makes_shards: bool = True,
+    ) -> None:
         self.mixture, self.shares = mixture, mixture.shares
+        self.positions, self.seed = positions, seed
         self.parts = [
             _sequences(store, length, derived_seed(seed, index) if index else seed, makes_shards)
             for index, store in enumerate(mixture.stores)
@@ -58,7 +70,13 @@ class MixedData:
             component = int(turns[place])
             nth = cycle * self.shares[component] + int(ranks[place])
             rows.append((component, self.parts[component].sequence(nth)))
-        return collate(rows)
+        if self.positions is None:
+            return collate(rows)
+        drawn = [
+            draw_positions(self.positions, sequence.document_lengths, seed=self.seed, number=first + row)
+            for row, (_, sequence) in enumerate(rows)
+        ]
+        return collate(rows, drawn)
 
     def epochs(self, num_sequences: int) -> tuple[float | None, ...]:
         """How often each component is gone through in so many sequences; None of those that are streamed."""

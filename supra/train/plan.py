@@ -34,6 +34,7 @@ class StagePlan:
     loss: str
     num_trainable_parameters: int
     length: int
+    positions: str | None
     steps: int
     tokens: int
     data_tokens: int | None
@@ -85,7 +86,7 @@ class TrainingPlan:
                 stage.name,
                 f"{stage.trainable} ({stage.num_trainable_parameters:,})",
                 stage.loss,
-                str(stage.length),
+                f"{stage.length}, {stage.positions}" if stage.positions else str(stage.length),
                 f"{stage.steps:,}",
                 f"{stage.tokens:,}",
                 " / ".join("streamed" if epochs is None else f"{epochs:.2f}" for epochs in stage.epochs),
@@ -162,6 +163,7 @@ def _plan_stages(prepared: Prepared, run_dir: Path, reporter: Reporter, probe: b
                 loss=stage.loss,
                 num_trainable_parameters=budget.num_trainable_parameters,
                 length=stage.length,
+                positions=stage.positions,
                 steps=stage.num_steps,
                 tokens=stage.num_steps * stage.tokens_per_step,
                 data_tokens=text.mixture.num_tokens,

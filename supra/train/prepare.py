@@ -101,6 +101,7 @@ class Prepared:
                     "name": stage.name,
                     "trainable": stage.trainable,
                     "loss": stage.loss,
+                    "positions": stage.positions,
                     "steps": steps,
                     "tokens": steps * stage.tokens_per_step,
                     "first_loss": _mean_loss(own, min),
@@ -143,6 +144,8 @@ def prepare(recipe: Recipe, model_dir: Path, run_dir: Path, reporter: Reporter) 
     for stage in recipe.stages:
         check_trainable(stage, outline)
     if warning := moved_teacher(recipe, model_dir):
+        reporter.warn(warning)
+    for warning in unknown_positions(recipe, config):
         reporter.warn(warning)
     budget = make_budget(
         recipe,
@@ -204,6 +207,7 @@ def load_texts(
                     mixture,
                     length=stage.length,
                     seed=derived_seed(recipe.seed, index),
+                    positions=stage.position_scheme,
                     makes_shards=accelerator.is_local_main_process,
                 )
             )
@@ -247,6 +251,17 @@ def read_config(model_dir: Path) -> SupraConfig:
     return config
 
 
+def unknown_positions(recipe: Recipe, config: SupraConfig) -> list[str]:
+    """What to tell a user whose stages draw positions that the model's RoPE is not made for."""
+    context = config.max_position_embeddings
+    return [
+        f"stages.{stage.name}.positions = {stage.positions}: the model's RoPE is made for {context:,} positions, and "
+        "beyond them its teacher is no guide. Convert with --rope, yarn:4 for four times as many"
+        for stage in recipe.stages
+        if stage.position_scheme is not None and stage.position_scheme.span > context
+    ]
+
+
 def check_conversion(conversion: Conversion, config: SupraConfig) -> None:
     """Raise a UserError that names each field in which the model differs from the recipe's conversion."""
     wanted = conversion.resolve()
@@ -254,7 +269,8 @@ def check_conversion(conversion: Conversion, config: SupraConfig) -> None:
     pairs = {
         "feature_map": (wanted.feature_map, config.feature_map),
         "taylor_dim": (wanted.taylor_dim, config.taylor_dim),
-        "rope": (wanted.rope, config.rope_position),
+        "rope_position": (wanted.rope_position, config.rope_position),
+        "rope": (wanted.rope, config.rope_scaled_by),
         "decay": (wanted.decay, config.decay),
         "decay_shared": (wanted.decay_shared, config.decay_shared),
         "norm": (wanted.norm, config.attention_norm),

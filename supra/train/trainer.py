@@ -171,7 +171,7 @@ class _Run:
         if saved and position.step:
             runner.restore(saved)
         self.ever_trained |= {without_adapters(n) for n in runner.trainable.parameters if ".lora_" not in n}
-        with self.reporter.stage(stage.name, done=position.step, num_steps=stage.num_steps) as progress:
+        with self.reporter.stage(stage.title, done=position.step, num_steps=stage.num_steps) as progress:
             while position.step < stage.num_steps:
                 before, position = position, Position(index, position.step + 1, position.global_step + 1)
                 if position.global_step in self.skipped:

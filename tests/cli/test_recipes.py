@@ -24,8 +24,8 @@ def test_show_gives_the_recipe_with_every_default() -> None:
     done = CliRunner().invoke(app, ["recipes", "show", "demo", "--json", "--set", "seed=7"])
     shown = json.loads(done.stdout)
     assert shown["seed"] == 7
-    # Only `taylor` has dimensions to choose.
-    assert [field for field, value in shown["conversion"].items() if value is None] == ["taylor_dim"]
+    # Only `taylor` has dimensions to choose, and the positions stay the teacher's.
+    assert [field for field, value in shown["conversion"].items() if value is None] == ["taylor_dim", "rope"]
     recipe = config.load("demo", ["seed=7"])
     assert config.Recipe.model_validate(shown).stages == recipe.stages
 

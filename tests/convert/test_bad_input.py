@@ -260,7 +260,7 @@ def test_pickle_without_weights(llama: Path, tmp_path: Path) -> None:
         ({"window": -1}, "window"),
         ({"keep_softmax": (-1,)}, "keep_softmax"),
         ({"feature_map": "relu_dense", "window": 8}, "window"),
-        ({"feature_map": "hedgehog", "rope": "after"}, "rope"),
+        ({"feature_map": "hedgehog", "rope_position": "after"}, "rope_position"),
         ({"feature_map": "identity", "norm": "denominator"}, "norm"),
     ],
 )

@@ -19,6 +19,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
@@ -30,6 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     ),
+    "llama-proportional-rope": ("llama", {"rope_parameters": PROPORTIONAL}),
     "llama-yarn-rope": ("llama", {"rope_parameters": YARN}),
     "llama-9-heads": ("llama", {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}),
     "llama-12-heads": ("llama", {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}),

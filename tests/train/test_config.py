@@ -80,7 +80,7 @@ def test_config_needs_no_torch() -> None:
 )
 def test_resolve_fills_the_method_defaults(feature_map: str, expected: tuple[str, str, str]) -> None:
     resolved = Conversion.model_validate({"feature_map": feature_map}).resolve()
-    assert (resolved.rope, resolved.norm, resolved.decay) == expected
+    assert (resolved.rope_position, resolved.norm, resolved.decay) == expected
     assert (resolved.window, resolved.decay_shared, resolved.norm_affine) == (0, False, False)
     assert resolved.taylor_dim == (16 if feature_map == "taylor" else None)
     assert resolved.resolve() == resolved
@@ -88,10 +88,10 @@ def test_resolve_fills_the_method_defaults(feature_map: str, expected: tuple[str
 
 def test_given_values_win_over_defaults() -> None:
     given = Conversion.model_validate(
-        {"feature_map": "relu", "norm": "denominator", "rope": "before", "decay": "none"}
+        {"feature_map": "relu", "norm": "denominator", "rope_position": "before", "decay": "none"}
     )
     resolved = given.resolve()
-    assert (resolved.norm, resolved.rope, resolved.decay) == ("denominator", "before", "none")
+    assert (resolved.norm, resolved.rope_position, resolved.decay) == ("denominator", "before", "none")
 
 
 def test_conversion_from_command_line_options() -> None:

@@ -56,7 +56,11 @@ def recipe(tiny: ModuleType, text_file: Path, tmp_path: Path) -> Path:
     dropped = {"start": 1.0, "end": 0.3}  # in the first step no window is used, in the others some are
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        yaml.safe_dump(tiny.raw_recipe(text_file, tiny.stage(window_dropout=dropped, **uneven), adapt))
+        yaml.safe_dump(
+            tiny.raw_recipe(
+                text_file, tiny.stage(window_dropout=dropped, positions="pose:64", **uneven), adapt
+            )
+        )
     )
     return path
 

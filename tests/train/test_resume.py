@@ -32,7 +32,7 @@ def three_stages(tiny: ModuleType, text: Path, **changes: Any) -> Recipe:
     return Recipe.model_validate(
         tiny.raw_recipe(
             text,
-            tiny.stage(total_tokens=320, window_dropout={"start": 0.8, "end": 0.2}),
+            tiny.stage(total_tokens=320, window_dropout={"start": 0.8, "end": 0.2}, positions="random:64"),
             tiny.stage(
                 name="distill",
                 trainable="adapters",
@@ -46,6 +46,7 @@ def three_stages(tiny: ModuleType, text: Path, **changes: Any) -> Recipe:
             tiny.stage(
                 name="tune",
                 trainable="all",
+                positions="pose:64",
                 loss="kl",
                 total_tokens=320,
                 activation_checkpointing=True,

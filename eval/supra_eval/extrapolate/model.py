@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from supra.config.conversion import FeatureMap
 from supra.config.fields import PositiveCount, Section
 from supra.models.precision import SupraRotaryEmbedding
-from supra_eval.length.rope import scaled_rope_parameters
+from supra.rope import RopeScaling, scaled_context, scaled_rope_parameters
 from supra_eval.lra.models.config import EncoderConfig, Positions
 from supra_eval.lra.models.encoder import Encoder
 
@@ -90,10 +90,15 @@ def scaled(model: Tagger, scaling: str, factor: float, train_tokens: int) -> Ite
         yield
         return
     own, config = model.encoder.rotary, model.encoder.config.layer_config()
-    config.max_position_embeddings = train_tokens
-    config.rope_parameters = scaled_rope_parameters(config, scaling, factor)
-    if scaling == "yarn":  # transformers warns unless this is κ times the trained context
-        config.max_position_embeddings = round(train_tokens * factor)
+    config.rope_parameters = scaled_rope_parameters(
+        dict(config.rope_parameters or {}),
+        RopeScaling(scaling, factor),
+        head_dim=model.encoder.config.head_dim,
+        context_tokens=train_tokens,
+        asked=f"rope+{scaling}",
+    )
+    # transformers warns unless this is κ times the trained context.
+    config.max_position_embeddings = scaled_context(train_tokens, factor)
     model.encoder.rotary = SupraRotaryEmbedding(config).to(next(model.parameters()).device)
     try:
         yield

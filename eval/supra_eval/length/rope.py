@@ -9,43 +9,33 @@ from typing import Any
 
 from supra.errors import UserError
 from supra.recipe_io import nearest
+from supra.rope import ROPE_SCALINGS, RopeScaling, scaled_context, scaled_rope_parameters
 
-ROPE_SCALINGS = ("none", "linear", "ntk", "yarn")
+KINDS = ("none", *ROPE_SCALINGS)
 
 
-def scaled_rope_parameters(config: Any, kind: str, factor: float) -> dict[str, Any]:
-    """The `rope_parameters` that stretch a softmax model's context by κ = `factor`.
-
-    - `linear`: position interpolation, f'(x, m) = f(x, m/κ) (arXiv 2306.15595);
-    - `ntk`: a larger base, θ' = θ·κ^(d/(d−2)), the slowest frequency alone divided by κ (arXiv 2309.00071, def. 1);
-    - `yarn`: NTK-by-parts with YaRN's temperature (arXiv 2309.00071, section 3.4).
+def teacher_rope_parameters(config: Any, kind: str, factor: float) -> dict[str, Any]:
+    """The `rope_parameters` that stretch the context of a softmax model κ = `factor` times; see `supra.rope`.
 
     Raises:
         UserError: an unknown kind, or a model that comes with a scaling of its own.
     """
     require_scaling(kind)
-    own = dict(config.rope_parameters or {})
-    if own.get("rope_type", "default") != "default":
-        raise UserError(
-            f"--rope {kind}",
-            f"the teacher has a scaling of its own already ({own['rope_type']})",
-            "Use --rope none: it is read as it is",
-        )
-    if kind == "none":
-        return own
-    if kind == "ntk":
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return own | {"rope_theta": own["rope_theta"] * factor ** (dim / (dim - 2))}
-    extra = {"original_max_position_embeddings": config.max_position_embeddings} if kind == "yarn" else {}
-    return own | {"rope_type": kind, "factor": factor} | extra
+    return scaled_rope_parameters(
+        dict(config.rope_parameters or {}),
+        RopeScaling(kind, factor),
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        context_tokens=config.max_position_embeddings,
+        asked=f"--rope {kind}",
+    )
 
 
 def require_scaling(kind: str) -> None:
-    """UserError unless `kind` is one of `ROPE_SCALINGS`."""
-    if kind not in ROPE_SCALINGS:
-        hint = nearest(kind, ROPE_SCALINGS)
+    """UserError unless `kind` is one of `KINDS`."""
+    if kind not in KINDS:
+        hint = nearest(kind, KINDS)
         mend = f"Did you mean {hint}? " if hint else ""
-        raise UserError(f"--rope {kind}", "is no scaling", f"{mend}Choose one of {', '.join(ROPE_SCALINGS)}")
+        raise UserError(f"--rope {kind}", "is no scaling", f"{mend}Choose one of {', '.join(KINDS)}")
 
 
 @contextmanager
@@ -53,13 +43,13 @@ def scaled_rope(model: Any, kind: str, factor: float) -> Iterator[None]:
     """Run a softmax `model` with its rotary positions scaled; its own are put back at the end.
 
     Raises:
-        UserError: see `scaled_rope_parameters`.
+        UserError: see `teacher_rope_parameters`.
     """
     own_config, own_rotary = model.config, model.model.rotary_emb
     config = copy.deepcopy(own_config)
-    config.rope_parameters = scaled_rope_parameters(config, kind, factor)
-    if kind == "yarn":  # transformers warns unless this is κ times the trained context
-        config.max_position_embeddings = round(own_config.max_position_embeddings * factor)
+    config.rope_parameters = teacher_rope_parameters(config, kind, factor)
+    # transformers warns unless this is κ times the trained context.
+    config.max_position_embeddings = scaled_context(own_config.max_position_embeddings, factor)
     model.config = config
     model.model.rotary_emb = type(own_rotary)(config=config).to(model.device)
     try:

@@ -18,7 +18,7 @@ from supra.errors import SupraError, UserError
 from supra_eval.contenders import Contender, contender_names, contenders, fingerprint
 from supra_eval.results import RESULTS_NAME, Curve, EvalRun, Grid, Score, read_run, refuse_others
 
-from .rope import scaled_rope, scaled_rope_parameters
+from .rope import scaled_rope, teacher_rope_parameters
 
 Say = Callable[[str], None]
 Part = Score | Curve | Grid
@@ -74,7 +74,7 @@ class Readers:
 
         config = AutoConfig.from_pretrained(self.teacher, local_files_only=True)
         factor = self.longest / int(config.max_position_embeddings)
-        scaled_rope_parameters(config, self.rope, factor)
+        teacher_rope_parameters(config, self.rope, factor)
         return factor if factor > 1 else None
 
     def names(self) -> list[str]:

@@ -96,7 +96,7 @@ class LayerwiseTransfer:
         num_steps = self.config.num_linear_layers * self.stage.num_steps
         metrics = Metrics(self.run_dir / "metrics.jsonl", keep=lambda row: bool(row["layer"] < done))
         try:
-            with self.reporter.stage(self.stage.name, done=steps_done, num_steps=num_steps) as progress:
+            with self.reporter.stage(self.stage.title, done=steps_done, num_steps=num_steps) as progress:
                 for index in layers[done:]:
                     self._pass_layer(index, metrics, progress)
         finally:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from supra.models.attention import SupraLinearAttention, SupraSoftmaxAttention
+from supra.models.packing import positions_from_boundaries
 from supra.train.data import Batch
 from supra.train.losses.context import LossContext, Targets
 
@@ -88,26 +89,27 @@ def _chunks(q: Tensor) -> Iterator[slice]:
 
 
 class _Seen(NamedTuple):
-    """What a chunk's queries see: `visible` and `age` (tokens back) [B, C, S], `position` of the keys [B, 1, S]."""
+    """What a chunk's queries see: `visible` and `age` (tokens back) [B, C, S], `place` of the keys [B, 1, S]."""
 
     visible: Tensor
     age: Tensor
-    position: Tensor
+    place: Tensor
 
 
 class _Places:
-    """Where the tokens of a batch stand: their row, document and position in it."""
+    """Where the tokens of a batch stand: their row, document and place in it."""
 
     def __init__(self, batch: Batch) -> None:
-        self.position = batch.position_ids
+        # Not the batch's position_ids, which may skip: window, sinks and decay count tokens.
+        self.place = positions_from_boundaries(batch.cu_seqlens, *batch.input_ids.shape)
         flat = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
         document = torch.searchsorted(batch.cu_seqlens, flat, right=True)
         self.document = document.view(batch.input_ids.shape)
 
     def see(self, rows: slice, keys: slice) -> _Seen:
-        age = self.position[:, rows, None] - self.position[:, None, keys]
+        age = self.place[:, rows, None] - self.place[:, None, keys]
         same = self.document[:, rows, None] == self.document[:, None, keys]
-        return _Seen(same & (age >= 0), age, self.position[:, None, keys])
+        return _Seen(same & (age >= 0), age, self.place[:, None, keys])
 
 
 def _softmax_inputs(
@@ -140,7 +142,7 @@ def _log_weights(
     window, visible = layer.window, see.visible.unsqueeze(1)
     exact = see.age < window
     if window:
-        exact = exact | (see.position < layer.config.num_sink_tokens)
+        exact = exact | (see.place < layer.config.num_sink_tokens)
     recurrent, exact = visible & ~exact.unsqueeze(1), visible & exact.unsqueeze(1)
     linear = _products(mapped_q, mapped_k)
     if hasattr(layer, "decay"):

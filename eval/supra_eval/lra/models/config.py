@@ -69,9 +69,13 @@ class EncoderConfig(Section):
         feature_map = self.feature_map or LINEAR_MAP
         taylor_dim = min(TAYLOR_DIM, self.head_dim) if feature_map == "taylor" else None
         # RoPE behind the map would let the denominator change sign, so there is one place for it.
-        rope: RopePosition | None = "before" if self.norm == "denominator" else None
+        rope_position: RopePosition | None = "before" if self.norm == "denominator" else None
         return Conversion(
-            feature_map=feature_map, taylor_dim=taylor_dim, norm=self.norm, rope=rope, decay=self.decay
+            feature_map=feature_map,
+            taylor_dim=taylor_dim,
+            norm=self.norm,
+            rope_position=rope_position,
+            decay=self.decay,
         ).resolve()
 
     def layer_config(self) -> SupraConfig:
@@ -88,10 +92,10 @@ class EncoderConfig(Section):
         if self.mixer != "linear":
             return SupraConfig(layer_types=["full_attention"], **sizes)
         own = self.conversion
-        assert own.rope is not None and own.decay is not None and own.norm is not None
+        assert own.rope_position is not None and own.decay is not None and own.norm is not None
         return SupraConfig(
-            feature_map=own.feature_map, taylor_dim=own.taylor_dim, rope_position=own.rope, decay=own.decay,
-            attention_norm=own.norm, **sizes,
+            feature_map=own.feature_map, taylor_dim=own.taylor_dim, rope_position=own.rope_position,
+            decay=own.decay, attention_norm=own.norm, **sizes,
         )  # fmt: skip
 
     @model_validator(mode="after")
@@ -137,7 +141,7 @@ class EncoderConfig(Section):
             return "xpos_tokens belongs to positions xpos, which needs it"
         if self.positions == "xpos" and not self.causal:
             return "xpos fades towards the past, so it needs direction causal"
-        if self.positions == "xpos" and self.mixer == "linear" and self.conversion.rope != "after":
+        if self.positions == "xpos" and self.mixer == "linear" and self.conversion.rope_position != "after":
             return f"xpos scales mapped features, and {self.feature_map or LINEAR_MAP} has its RoPE before the map"
         return None
 
