@@ -6,8 +6,12 @@ from collections.abc import Iterable
 from enum import StrEnum
 from itertools import product
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from supra.config import PositionScheme
+from supra.train.positions import draw_positions
 
 
 class Mixer(StrEnum):
@@ -87,17 +91,16 @@ def positions_in_training(
     """Ids [rows, length] below `reach` for one batch of training; None: 0 to length − 1.
 
     - `shifted`: one offset a sequence, uniform;
-    - `random`: `length` of the `reach` ids, rising;
-    - `pose`: two parts, cut anywhere; the second moved by a uniform skip (its eq. 4 with N = 2, u_0 = 0, v_i = 0).
+    - `random` and `pose`: as the stages of `supra train` draw them.
     """
     free, counted = reach - length + 1, torch.arange(length)
     if method is Method.SHIFTED:
         return counted + torch.randint(free, (rows, 1), generator=generator)
-    if method is Method.RANDOM:
-        return torch.rand(rows, reach, generator=generator).topk(length).indices.sort().values
-    if method is Method.POSE:
-        cut = torch.randint(1, max(2, length), (rows, 1), generator=generator)
-        return counted + (counted >= cut) * torch.randint(free, (rows, 1), generator=generator)
+    if method in (Method.RANDOM, Method.POSE):
+        scheme = PositionScheme("random" if method is Method.RANDOM else "pose", reach)
+        seed = int(torch.randint(1 << 62, (), generator=generator))
+        drawn = [draw_positions(scheme, np.array([length]), seed=seed, number=row) for row in range(rows)]
+        return torch.from_numpy(np.stack(drawn))
     return None
 
 
