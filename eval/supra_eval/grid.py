@@ -96,10 +96,11 @@ def run_share(
     return list(left)
 
 
-def claim(recipe: Documented, out: Path, differences: Differences, *, write: bool) -> None:
+def claim(recipe: Documented, out: Path, grows: set[str], differences: Differences, *, write: bool) -> None:
     """Make the folder of the runs and write the recipe into it, or compare with the one that lies there.
 
-    `differences(mine, theirs)` names the fields in which two recipes cannot share a folder.
+    The fields `grows` span the grid and may change from one command to the next; `differences(mine, theirs)` names what
+    of them cannot share a folder. The file keeps all that they ever held: runs of it may lie there.
 
     Raises:
         UserError: the folder holds another grid.
@@ -111,18 +112,20 @@ def claim(recipe: Documented, out: Path, differences: Differences, *, write: boo
         raise SupraError(
             str(out), f"cannot be made ({error.strerror})", "Choose another place with -o"
         ) from None
-    path = out / RECIPE_NAME
+    path, mine = out / RECIPE_NAME, recipe.model_dump(mode="json")
     if path.exists():
-        mine = recipe.model_dump(mode="json", exclude=set(PROSE))
-        differing = differences(mine, yaml.safe_load(path.read_text(encoding="utf-8")))
+        theirs = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        fixed = mine.keys() - PROSE - grows
+        # A recipe of another kind differs there already, and `differences` would not find its fields in it.
+        differing = [key for key in fixed if mine[key] != theirs.get(key)] or differences(mine, theirs)
         if differing:
             raise UserError(
                 str(out), f"holds a comparison that differs in {', '.join(sorted(differing))}",
                 "Choose another folder with -o, or remove this one",
             )  # fmt: skip
+        mine |= {key: _united(mine[key], theirs[key]) for key in grows}
     if write:
-        text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        write_whole(path, text)
+        write_whole(path, yaml.safe_dump(mine, sort_keys=False, allow_unicode=True))
 
 
 def read_cells(folder: Path, command: str, check: Callable[[Result], Result]) -> list[Result]:
@@ -167,6 +170,13 @@ def shown(values: Sequence[float]) -> str:
     """`75.4 ± 0.8 (3)`: mean, sample standard deviation over seeds (none with one seed), number of seeds."""
     spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.1f}{spread} ({len(values)})"
+
+
+def _united(mine: Any, theirs: Any) -> Any:
+    """A field of a grid, a list or what is given by name, with what it has in either recipe."""
+    if isinstance(mine, dict):
+        return {name: theirs.get(name) if value is None else value for name, value in mine.items()}
+    return [*mine, *(item for item in theirs if item not in mine)]
 
 
 def _keep(result: Result, path: Path) -> None:

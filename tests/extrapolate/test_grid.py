@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from supra.errors import SupraError, UserError
 from supra_eval.extrapolate import report, runner, sweep
@@ -16,7 +17,7 @@ from supra_eval.extrapolate.methods import Method, Mixer
 from supra_eval.extrapolate.model import Tagger
 from supra_eval.extrapolate.recipe import Cell, Extrapolation, load
 from supra_eval.extrapolate.runner import run_cell
-from supra_eval.grid import CELLS_NAME, Share
+from supra_eval.grid import CELLS_NAME, RECIPE_NAME, Share
 
 Recipe = Callable[..., Extrapolation]
 
@@ -166,6 +167,22 @@ def test_a_folder_holds_one_grid(recipe: Recipe, tmp_path: Path, override: str, 
     sweep.run(recipe(*little), tmp_path, Share(), quiet)
     with pytest.raises(UserError, match=f"differs in {named}"):
         sweep.run(recipe(*little, override), tmp_path, Share(), quiet)
+
+
+def test_a_folder_remembers_what_a_smaller_grid_leaves_out(recipe: Recipe, tmp_path: Path) -> None:
+    little = ("mixers=[softmax]", "methods=[none]", "seeds=[0]")
+    sweep.run(recipe(*little, "tasks={chain: {}, passkey: {digits: 1}}"), tmp_path, Share(), quiet)
+    sweep.run(recipe(*little, "tasks={chain: {}}", "seeds=[1]"), tmp_path, Share(), quiet)
+    kept = yaml.safe_load((tmp_path / RECIPE_NAME).read_text())
+    assert kept["tasks"]["passkey"]["digits"] == 1 and sorted(kept["seeds"]) == [0, 1]
+    with pytest.raises(UserError, match=r"differs in tasks\.passkey"):
+        sweep.run(recipe(*little, "tasks={passkey: {digits: 2}}"), tmp_path, Share(), quiet)
+
+
+def test_a_folder_of_another_kind_is_refused(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / RECIPE_NAME).write_text("name: tiny\nencoder: {}\nmodels: []\n")
+    with pytest.raises(UserError, match="differs in encoder, multiples"):
+        sweep.run(recipe(), tmp_path, Share(), quiet)
 
 
 def made_up(mixer: str, seed: int, values: dict[str, float], **more: Any) -> dict[str, Any]:

@@ -35,13 +35,13 @@ def run(recipe: Extrapolation, out: Path, share: Share, say: Callable[[str], Non
             "versions": versions(),
         }, f"{result['metric']} at {told} in {result['seconds']:.0f} s"
 
-    claim(recipe, out, _differences, write=share.index == 0)
+    claim(recipe, out, _GRID, _differences, write=share.index == 0)
     return run_share(recipe.name, recipe.cells(), out, share, run_one, say)
 
 
 def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """In all that decides a run's result; the grid itself may grow, but for the tests that finished runs lack."""
-    differing = [key for key in mine.keys() - _GRID if mine[key] != theirs.get(key)]
+    """What the grid holds already in another way: a task's settings, or the tests of a training."""
+    differing = []
     for name, settings in mine["tasks"].items():
         if settings is not None and theirs["tasks"].get(name) not in (None, settings):
             differing.append(f"tasks.{name}")
