@@ -50,6 +50,8 @@ def test_from_a_recipe_to_a_table(tmp_path: Path) -> None:
     [
         ("task.name=mnist", "Did you mean mnist1d"),
         ("task.settings={size: 4}", "mnist1d has no such setting"),
+        ("task.settings.train=many", "task.settings.train = 'many': must be a valid integer"),
+        ("task.settings.test=null", "task.settings.test = None: must be a valid integer"),
         ("task.folder=nowhere", "task.settings"),
         ("training.budget=free", "must be one of tied, extra"),
     ],

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic import ValidationError, validate_call
+
 from supra.errors import UserError
 from supra.recipe_io import nearest
 from supra_eval.lra.data.folder import META, read_meta, read_task, write_task
@@ -22,7 +24,7 @@ def open_task(source: TaskSource, beside: Path, say: Callable[[str], None]) -> t
     """The task and what trivial baselines score on its test split; `beside` is where a generated one is kept.
 
     Raises:
-        UserError: no such task or folder, settings that its generator does not know, or a folder made by others.
+        UserError: no such task or folder, settings that its generator does not take, or a folder made by others.
     """
     if source.folder is not None:
         if source.settings:
@@ -50,7 +52,7 @@ def generate(source: TaskSource, say: Callable[[str], None]) -> Task:
     """A task made by the generator of its name.
 
     Raises:
-        UserError: there is no generator of that name, or it knows a setting not.
+        UserError: there is no generator of that name, or a setting is unknown to it or of the wrong type.
     """
     if source.name not in GENERATORS:
         hint = nearest(source.name, GENERATORS)
@@ -67,5 +69,11 @@ def generate(source: TaskSource, say: Callable[[str], None]) -> Task:
             f"Known: {', '.join(sorted(known))}",
         )
     more = {"say": say} if "say" in inspect.signature(make).parameters else {}
-    made: Task = make(seed=source.seed, **source.settings, **more)
+    try:
+        made: Task = validate_call(make)(seed=source.seed, **source.settings, **more)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in ("task.settings", *first["loc"]))
+        reason = first["msg"].replace("Input should be", "must be")
+        raise UserError(f"{field} = {first['input']!r}", reason, "Correct this field") from None
     return made
