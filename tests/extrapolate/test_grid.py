@@ -12,12 +12,15 @@ import torch
 import yaml
 
 from supra.errors import SupraError, UserError
+from supra.recipe_io import parse_as
 from supra_eval.extrapolate import report, runner, sweep
 from supra_eval.extrapolate.methods import Method, Mixer
 from supra_eval.extrapolate.model import Tagger
 from supra_eval.extrapolate.recipe import Cell, Extrapolation, load
 from supra_eval.extrapolate.runner import run_cell
 from supra_eval.grid import CELLS_NAME, RECIPE_NAME, Share
+
+from .conftest import RECIPE
 
 Recipe = Callable[..., Extrapolation]
 
@@ -62,6 +65,13 @@ def test_what_makes_no_sense_is_refused_where_nothing_else_is_left(recipe: Recip
         recipe("mixers=[linear]", "methods=[alibi]")
     with pytest.raises(UserError, match="xpos reaches 32"):
         recipe("methods=[xpos]", "multiples=[1, 64]")
+
+
+def test_an_encoder_is_checked_against_all_methods_where_none_are_named() -> None:
+    text = RECIPE.replace("methods: [none, alibi, rope, rope+yarn]\n", "")
+    assert parse_as(Extrapolation, text, [], name="all").methods == tuple(Method)
+    with pytest.raises(UserError, match="linear x xpos with this encoder: xpos scales mapped features"):
+        parse_as(Extrapolation, text, ["encoder.feature_map=hedgehog"], name="all")
 
 
 def test_shipped_recipes_load_and_say_what_they_are() -> None:

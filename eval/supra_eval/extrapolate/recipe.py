@@ -94,7 +94,7 @@ class Extrapolation(Documented):
     tasks: Tasks
     encoder: Sizes
     mixers: tuple[Mixer, ...] = Field(default=tuple(Mixer), min_length=1)
-    methods: tuple[Method, ...] = Field(default=tuple(Method), min_length=1)
+    methods: tuple[Method, ...] = Field(default=tuple(Method), min_length=1, validate_default=True)
     multiples: tuple[PositiveCount, ...] = Field(
         default=(1, 2, 4, 8, 16), min_length=1
     )  # of the greatest length
