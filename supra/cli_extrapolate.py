@@ -41,7 +41,7 @@ def extrapolate(
     set_threads(threads)
     from supra_eval.extrapolate.report import write
     from supra_eval.extrapolate.sweep import run
-    from supra_eval.grid import CELLS_NAME, open_processes, share_of
+    from supra_eval.grid import alone, num_finished, open_processes, share_of
 
     state = open_processes(device)
     say(f"{state.num_processes} processes · device {state.device}")
@@ -50,10 +50,11 @@ def extrapolate(
     run(loaded, folder, share_of(state), say)
     # No barrier: a process whose runs are done need not wait for the others'. Whoever ends last writes the whole table.
     cells = loaded.cells()
-    finished, total = sum((folder / CELLS_NAME / f"{cell.key}.json").exists() for cell in cells), len(cells)
-    if not state.is_main_process and finished < total:
-        return
-    page = write([folder, *(merge or [])], folder / "report")
+    with alone(folder):
+        finished, total = num_finished(cells, folder), len(cells)
+        if not state.is_main_process and finished < total:
+            return
+        page = write([folder, *(merge or [])], folder / "report")
     if state.is_main_process:
         done = {"folder": str(folder), "runs": total, "finished": finished}
         typer.echo(json.dumps(done) if as_json else page)

@@ -33,8 +33,7 @@ def run(
     comparison = recipes.load(recipe, overrides or [])
     folder = out or Path("runs") / comparison.name
     set_threads(threads)
-    from supra_eval.grid import open_processes, share_of
-    from supra_eval.lra.report import read_cells
+    from supra_eval.grid import num_finished, open_processes, share_of
     from supra_eval.lra.source import open_task
     from supra_eval.lra.sweep import run
 
@@ -47,7 +46,8 @@ def run(
     run(comparison, task, baselines, folder, share_of(state), say)
     # No barrier: a process whose runs are done need not wait hours for the others'.
     if state.is_main_process:
-        finished, total = len(read_cells(folder)), len(comparison.cells())
+        cells = comparison.cells()
+        finished, total = num_finished(cells, folder), len(cells)
         done = {"folder": str(folder), "runs": total, "finished": finished}
         typer.echo(json.dumps(done) if as_json else f"{folder}: {finished} of {total} runs finished")
         say(f"next: supra lra report {folder} -o {folder}/report")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -126,6 +128,19 @@ def claim(recipe: Documented, out: Path, grows: set[str], differences: Differenc
         mine |= {key: _united(mine[key], theirs[key]) for key in grows}
     if write:
         write_whole(path, yaml.safe_dump(mine, sort_keys=False, allow_unicode=True))
+
+
+def num_finished(grid: Sequence[Keyed], out: Path) -> int:
+    """How many of the runs are finished, by whichever process."""
+    return sum((out / CELLS_NAME / f"{cell.key}.json").exists() for cell in grid)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in here for the same folder: what it reads and writes then belongs together."""
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # dropped with the file, however the process ends
+        yield
 
 
 def read_cells(folder: Path, command: str, check: Callable[[Result], Result]) -> list[Result]:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from supra.cli import app
 from supra.errors import UserError
+from supra_eval.extrapolate import report
 
 
 def call(*words: str) -> Result:
@@ -69,6 +70,22 @@ def test_from_a_recipe_to_a_table(tmp_path: Path, tiny: list[str]) -> None:
 def test_a_mistake_is_named(tmp_path: Path, tiny: list[str], words: list[str], reason: str) -> None:
     done = call("small", "-o", str(tmp_path / "runs"), *tiny, *words)
     assert isinstance(done.exception, UserError) and reason in str(done.exception)
+
+
+def test_one_process_at_a_time_reads_the_runs_and_writes_the_page(
+    tmp_path: Path, tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["small", "-o", str(tmp_path / "runs"), *tiny, "--set", "tasks={chain: {}}"]
+    plain, free = report.write, []
+
+    def write(folders: list[Path], out: Path) -> str:
+        probe = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        asked = subprocess.run([sys.executable, "-c", probe, str(folders[0] / ".lock")], capture_output=True)
+        free.append(asked.returncode == 0)
+        return plain(folders, out)
+
+    monkeypatch.setattr(report, "write", write)
+    assert call(*command).exit_code == 0 and free == [False]
 
 
 def test_two_processes_share_a_grid(tmp_path: Path, tiny: list[str]) -> None:

@@ -37,6 +37,8 @@ def test_from_a_recipe_to_a_table(tmp_path: Path) -> None:
     again = call("run", "mnist1d", "-o", str(folder), *small())
     assert again.exit_code == 0 and "6 finished before" in again.stderr
     assert times == {path: path.stat().st_mtime_ns for path in (folder / "cells").iterdir()}
+    part = call("run", "mnist1d", "-o", str(folder), *small("modes=[scratch]"), "--json")
+    assert json.loads(part.stdout) == {"folder": str(folder), "runs": 3, "finished": 3}
     table = call("report", str(folder), "-o", str(folder / "report"))
     assert table.exit_code == 0, table.output
     assert [line.split(" | ")[0] for line in table.stdout.splitlines()[2:]] == [
