@@ -19,7 +19,7 @@ def extrapolate(
         list[str] | None, typer.Option("--set", help="Change a field: seeds=[0], tasks.chars=null.")
     ] = None,
     merge: Annotated[
-        list[Path] | None, typer.Option("--merge", help="Other folders of runs that go into the table.")
+        list[Path] | None, typer.Option("--merge", help="Other folders of runs that go onto the page.")
     ] = None,
     device: Device = "auto",
     threads: Threads = 0,

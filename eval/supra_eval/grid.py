@@ -117,9 +117,8 @@ def claim(recipe: Documented, out: Path, grows: set[str], differences: Differenc
     path, mine = out / RECIPE_NAME, recipe.model_dump(mode="json")
     if path.exists():
         theirs = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        fixed = mine.keys() - PROSE - grows
-        # A recipe of another kind differs there already, and `differences` would not find its fields in it.
-        differing = [key for key in fixed if mine[key] != theirs.get(key)] or differences(mine, theirs)
+        # A recipe of another kind differs in these already, and `differences` would not find its fields in it.
+        differing = fixed_differences(mine, theirs, grows) or differences(mine, theirs)
         if differing:
             raise UserError(
                 str(out), f"holds a comparison that differs in {', '.join(sorted(differing))}",
@@ -128,6 +127,11 @@ def claim(recipe: Documented, out: Path, grows: set[str], differences: Differenc
         mine |= {key: _united(mine[key], theirs[key]) for key in grows}
     if write:
         write_whole(path, yaml.safe_dump(mine, sort_keys=False, allow_unicode=True))
+
+
+def fixed_differences(mine: dict[str, Any], theirs: dict[str, Any], grows: set[str]) -> list[str]:
+    """The fields in which two recipes differ, but for prose and for those `grows` that span the grid."""
+    return [key for key in mine.keys() - PROSE - grows if mine[key] != theirs.get(key)]
 
 
 def num_finished(grid: Sequence[Keyed], out: Path) -> int:
@@ -157,7 +161,10 @@ def read_cells(folder: Path, command: str, check: Callable[[Result], Result]) ->
         try:
             cells.append(check(json.loads(file.read_text(encoding="utf-8"))))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(str(file), f"is no run's result ({error})", "Remove it and run again") from None
+            raise UserError(
+                str(file), f"is no run's result ({error!r})",
+                f"Give a folder that `{command} -o` wrote; if it is one, remove the file and run again",
+            ) from None  # fmt: skip
     return cells
 
 

@@ -253,6 +253,16 @@ def test_folders_are_merged_unless_a_run_is_in_both(tmp_path: Path) -> None:
         report.write([one, keep(tmp_path / "three", made_up("linear", 0, {"16": 1.0}))], tmp_path / "out")
 
 
+def test_folders_of_one_name_are_merged_if_they_were_trained_alike(recipe: Recipe, tmp_path: Path) -> None:
+    little = ("mixers=[softmax]", "tasks={chain: {}}", "methods=[none]")
+    for number, more in enumerate(("seeds=[0]", "seeds=[1]", "training.total_tokens=96", "name=other")):
+        sweep.run(recipe(*little, "seeds=[2]", more), tmp_path / str(number), Share(), quiet)
+    assert "(2) |" in report.write([tmp_path / "0", tmp_path / "1"], tmp_path / "out")
+    with pytest.raises(UserError, match=r"2 and .*0: are both of tiny and differ in training"):
+        report.write([tmp_path / "0", tmp_path / "2"], tmp_path / "out")
+    assert "| other, chain" in report.write([tmp_path / "0", tmp_path / "3"], tmp_path / "out")
+
+
 def test_a_folder_without_runs_and_a_broken_result_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no finished run"):
         report.read_cells(tmp_path)

@@ -22,6 +22,7 @@ from .model import Sizes
 from .task import Task
 
 KIND = "extrapolate"  # the folder of shipped recipes
+GRID = {"tasks", "mixers", "methods", "seeds"}  # may grow from one command to the next
 LARGEST_XPOS_MULTIPLE = 32  # twice as far, and its factors leave fp32
 
 
@@ -190,6 +191,15 @@ def load(path_or_name: str | Path, overrides: list[str] | None = None) -> Extrap
     """
     path = recipe_io.locate(path_or_name, KIND)
     return recipe_io.load_as(Extrapolation, path, overrides or [], name=str(path_or_name))
+
+
+def task_differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """The tasks that two recipes, as data, both have with other settings."""
+    return [
+        f"tasks.{name}"
+        for name, settings in mine["tasks"].items()
+        if settings is not None and theirs["tasks"].get(name) not in (None, settings)
+    ]
 
 
 def _require_encoder(sizes: Sizes | None, mixer: Mixer, method: Method) -> None:

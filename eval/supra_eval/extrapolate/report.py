@@ -16,6 +16,7 @@ from supra_eval import grid
 
 from .methods import Method, Mixer, left_out
 from .plot import draw
+from .recipe import GRID, task_differences
 
 UNITS = {"accuracy": "accuracy (%)", "exact match": "exact match (%)", "perplexity": "perplexity a byte"}
 FIELDS = ("name", "task", "metric", "train_tokens", "mixer", "method")  # in which runs of one row agree
@@ -128,13 +129,18 @@ def write(folders: list[Path], out: Path) -> str:
     """Read every run in `folders`; write `table.md`, `results.json` and `loss_by_position.png`; return the page.
 
     Raises:
-        UserError: a folder without runs, or two folders with the same run.
+        UserError: a folder without runs, two folders with the same run, or of one name and different recipes.
         SupraError: `out` cannot be written, or matplotlib is not installed.
     """
     cells: list[dict[str, Any]] = []
     keys: dict[tuple[Any, ...], Path] = {}
     omitted: dict[str, str] = {}
+    recipes: dict[str, tuple[Path, dict[str, Any]]] = {}
     for folder in folders:
+        recipe = _recipe(folder)
+        if recipe:
+            _require_same(folder, recipe, *recipes.setdefault(recipe["name"], (folder, recipe)))
+            omitted |= left_out(map(Mixer, recipe["mixers"]), map(Method, recipe["methods"]))
         for cell in read_cells(folder):
             key = tuple(cell[field] for field in ("name", "task", "mixer", "method", "seed"))
             if key in keys:
@@ -142,7 +148,6 @@ def write(folders: list[Path], out: Path) -> str:
                 raise UserError(str(folder), f"holds {twice}, as {keys[key]} does", "Give one of them")
             keys[key] = folder
             cells.append(cell)
-        omitted |= _left_out(folder)
     rows = rows_of(cells)
     baselines: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for cell in cells:
@@ -163,10 +168,18 @@ def write(folders: list[Path], out: Path) -> str:
     return page
 
 
-def _left_out(folder: Path) -> dict[str, str]:
-    """The combinations that the folder's recipe names and that make no sense -> why."""
+def _recipe(folder: Path) -> dict[str, Any]:
+    """The recipe of a folder of runs, as data; nothing where there is none, or one of another kind."""
     path = folder / grid.RECIPE_NAME
-    if not path.exists():
-        return {}
-    recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return left_out(map(Mixer, recipe["mixers"]), map(Method, recipe["methods"]))
+    recipe = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return recipe if {"name", "tasks", "mixers", "methods"} <= recipe.keys() else {}
+
+
+def _require_same(folder: Path, recipe: dict[str, Any], other: Path, known: dict[str, Any]) -> None:
+    """UserError where two folders of one name, whose seeds would be averaged, differ in more than the grid."""
+    differing = grid.fixed_differences(recipe, known, GRID) + task_differences(recipe, known)
+    if differing:
+        raise UserError(
+            f"{folder} and {other}", f"are both of {recipe['name']} and differ in {', '.join(sorted(differing))}",
+            "Give one of them, or run one under another name (--set name=…)",
+        )  # fmt: skip

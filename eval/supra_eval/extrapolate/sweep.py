@@ -10,11 +10,9 @@ from supra.train.run_folder import versions
 from supra_eval.grid import Share, claim, run_share
 
 from .methods import Method
-from .recipe import Cell, Extrapolation
+from .recipe import GRID, Cell, Extrapolation, task_differences
 from .runner import run_cell
 from .task import Task
-
-_GRID = {"tasks", "mixers", "methods", "seeds"}  # may grow from one command to the next
 
 
 def run(recipe: Extrapolation, out: Path, share: Share, say: Callable[[str], None]) -> list[Cell]:
@@ -35,21 +33,16 @@ def run(recipe: Extrapolation, out: Path, share: Share, say: Callable[[str], Non
             "versions": versions(),
         }, f"{result['metric']} at {told} in {result['seconds']:.0f} s"
 
-    claim(recipe, out, _GRID, _differences, write=share.index == 0)
+    claim(recipe, out, GRID, _differences, write=share.index == 0)
     return run_share(recipe.name, recipe.cells(), out, share, run_one, say)
 
 
 def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """What the grid holds already in another way: a task's settings, or the tests of a training."""
-    differing = []
-    for name, settings in mine["tasks"].items():
-        if settings is not None and theirs["tasks"].get(name) not in (None, settings):
-            differing.append(f"tasks.{name}")
     ours, known = _families(mine["methods"]), _families(theirs["methods"])
-    differing += [
+    return task_differences(mine, theirs) + [
         f"methods that test {name}" for name in ours.keys() & known.keys() if ours[name] != known[name]
     ]
-    return differing
 
 
 def _families(methods: list[str]) -> dict[Method, set[str]]:
