@@ -22,7 +22,7 @@ small-linear: .venv/.eval runs/teacher
 	$(call train,small-cpu-linear,runs/small-linear)
 	$(call perplexity,runs/small-linear)
 
-# Both of them on four benchmarks, DOCUMENTS of each, and on longer contexts: runs/small/tasks/, runs/small-linear/tasks/.
+# Both on four benchmarks, DOCUMENTS of each: runs/small/tasks/, runs/small-linear/tasks/; small on longer contexts: runs/small/length/.
 DOCUMENTS ?= 500
 small-tasks: small small-linear
 	$(BIN)/supra eval runs/small/train/model --teacher runs/teacher --tasks $(TASKS) --data packages --limit $(DOCUMENTS) -o runs/small/tasks
