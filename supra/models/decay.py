@@ -35,6 +35,15 @@ def fixed_log_decay(kind: str, num_heads: int) -> Tensor:
     return torch.log1p(-torch.exp2(-5.0 - torch.arange(num_heads, dtype=torch.float64)))
 
 
+def starting_log_decay(num_heads: int) -> Tensor:
+    """log γ [num_heads] in fp64 from which a decay learns: RetNet's of up to 9 heads, spread over more of them.
+
+    RetNet's 32nd head, γ = 1 − 2^−36, has a gradient 2^−36 of a forgetful one's: Adam's epsilon would keep it there.
+    """
+    slowest = min(num_heads + 4.0, 13.0)
+    return torch.log1p(-torch.exp2(-torch.linspace(5.0, slowest, num_heads, dtype=torch.float64)))
+
+
 class FixedDecay(nn.Module):
     """log γ [heads], computed from the configuration: nothing to store, load or lose."""
 
@@ -58,7 +67,7 @@ def _on_device(kind: str, num_heads: int, device: torch.device, dtype: torch.dty
 
 
 class LearnedDecay(KeepsFloat32):
-    """log γ_h = −softplus(w_h), one learned value per head, starting at RetNet's; kept in fp32.
+    """log γ_h = −softplus(w_h), one learned value per head, starting as `starting_log_decay`; kept in fp32.
 
     RetNet's heads halve a token's weight in 22, 44, 88, … steps. From ALiBi's, the fastest of which take one or two, a
     Hedgehog layer without a window does not get back to the first token, on which its teacher rests (docs/LOG.md).
@@ -69,7 +78,7 @@ class LearnedDecay(KeepsFloat32):
         self.weight = nn.Parameter(torch.empty(num_heads))
 
     def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
-        target = -fixed_log_decay("retnet", self.weight.shape[0])
+        target = -starting_log_decay(self.weight.shape[0])
         return {"weight": torch.log(torch.expm1(target)).float()}
 
     def forward(self, like: Tensor) -> Tensor:
@@ -81,8 +90,8 @@ class GatedDecay(KeepsFloat32):
     """log γ_{t,h} = −softplus(w_h·x_t + b_h) from the layer's input x_t: each token says what a head forgets.
 
     One value per head and token as in Mamba-2 (arXiv 2405.21060: −exp(A_log)·softplus(w·x + b), here with A_log = 0),
-    which is a forget gate γ = σ(−w·x − b). w starts at 0 and b at RetNet's decays, as `LearnedDecay` does, so that a
-    conversion starts as the fixed decay: without any forgetting softplus would be flat, and stay so. Kept in fp32.
+    which is a forget gate γ = σ(−w·x − b). w starts at 0 and b where `LearnedDecay` does, so that a
+    conversion starts as a fixed decay: without any forgetting softplus would be flat, and stay so. Kept in fp32.
     """
 
     def __init__(self, num_heads: int, hidden_size: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from supra.models import SupraCache, SupraForCausalLM, init_new_tensors
-from supra.models.decay import GatedDecay, fixed_log_decay
+from supra.models.decay import GatedDecay, fixed_log_decay, starting_log_decay
 
 MakeModel = Callable[..., SupraForCausalLM]
 WINDOW: dict[str, Any] = {
@@ -47,6 +47,23 @@ def test_every_gate_gets_a_gradient_from_its_start(make_model: MakeModel) -> Non
         assert isinstance(layer.decay, GatedDecay)
         assert bool((layer.decay.weight.grad.abs().amax(1) > 0).all()), "each head's"
         assert bool((layer.decay.bias.grad != 0).all())
+
+
+@pytest.mark.parametrize("num_heads", [1, 4, 9])
+def test_few_heads_start_at_retnets(num_heads: int) -> None:
+    assert torch.equal(starting_log_decay(num_heads), fixed_log_decay("retnet", num_heads))
+
+
+def test_each_of_many_heads_can_learn_to_forget() -> None:
+    decay = GatedDecay(32, 4)
+    decay.load_state_dict(start := decay.initial_values(torch.Generator()))
+    optimizer = torch.optim.Adam(decay.parameters(), lr=1e-2)
+    for _ in range(10):
+        kept = decay(torch.ones(1, 64, 4)).sum(1).exp()
+        optimizer.zero_grad()
+        (1e-2 * kept.mean()).backward()
+        optimizer.step()
+    assert bool((decay.bias > start["bias"] + 0.03).all())
 
 
 def test_a_closed_gate_forgets_and_an_open_one_keeps() -> None:
