@@ -190,11 +190,8 @@ def _check_rope(config: Mapping[str, Any], where: str) -> None:
             f"{where}: rope type {kind!r}", "it is not known", f"{hint}Known: {', '.join(ROPE_TYPES)}"
         )
     partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if kind != "proportional" and partial not in (
-        None,
-        1,
-        1.0,
-    ):  # it gives the rest of a head a frequency of 0
+    # `proportional` gives the rest of a head a frequency of 0, so all of it is rotated all the same.
+    if kind != "proportional" and partial not in (None, 1):
         raise UserError(
             f"{where}: partial_rotary_factor = {partial}",
             "only part of every head is rotated, and the converted model rotates all of it",

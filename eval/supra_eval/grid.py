@@ -19,7 +19,7 @@ from torch import nn
 from supra.config.fields import PROSE, Documented
 from supra.errors import SupraError, UserError
 from supra.loading import resolve_device
-from supra.train.run_folder import write_whole
+from supra.train.run_folder import versions, write_whole
 
 CPU = torch.device("cpu")
 CELLS_NAME = "cells"
@@ -92,6 +92,7 @@ def run_share(
     for number, cell in enumerate(left, start=1):
         state = cells / f"{cell.key}.state"
         result, told = run_one(cell, state)
+        result |= {"device": str(share.device), "versions": versions()}
         _keep(result, cells / f"{cell.key}.json")
         state.unlink(missing_ok=True)
         say(f"{number}/{len(left)} {cell.key}: {told}")

@@ -39,9 +39,7 @@ class Conversion(Section):
     taylor_dim: Annotated[Count, Field(ge=2)] | None = None  # dimensions that `taylor` expands
     norm: Norm | None = None
     rope_position: RopePosition | None = Field(default=None, validate_default=True)
-    rope: str | None = (
-        None  # KIND:FACTOR stretches the teacher's context, yarn:4; null = as the teacher has it
-    )
+    rope: str | None = None  # yarn:4 stretches the teacher's context 4 times; null = as the teacher has it
     decay: Decay | None = None
     decay_shared: bool | None = None
     norm_affine: bool | None = None

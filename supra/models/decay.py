@@ -90,8 +90,8 @@ class GatedDecay(KeepsFloat32):
     """log γ_{t,h} = −softplus(w_h·x_t + b_h) from the layer's input x_t: each token says what a head forgets.
 
     One value per head and token as in Mamba-2 (arXiv 2405.21060: −exp(A_log)·softplus(w·x + b), here with A_log = 0),
-    which is a forget gate γ = σ(−w·x − b). w starts at 0 and b where `LearnedDecay` does, so that a
-    conversion starts as a fixed decay: without any forgetting softplus would be flat, and stay so. Kept in fp32.
+    which is a forget gate γ = σ(−w·x − b). w starts at 0 and b where `LearnedDecay` does, so that a conversion starts
+    as a fixed decay: without any forgetting softplus would be flat, and stay so. Kept in fp32.
     """
 
     def __init__(self, num_heads: int, hidden_size: int) -> None:

@@ -33,7 +33,7 @@ class Chars(Section):
     def make(self, longest: int) -> Task:
         """Training: windows at random. Test: `rows` windows of `longest` spread over the texts, cut to each length.
 
-        So the same bytes are scored at every length: the pieces do not overlap (perplexity "non-overlapping").
+        So the same bytes are scored at every length that divides the longest: the pieces do not overlap.
 
         Raises:
             UserError: a text that cannot be read, or fewer bytes than a window needs.

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from supra.train.run_folder import versions
 from supra_eval.grid import Share, claim, run_share
 
 from .methods import Method
@@ -28,10 +27,7 @@ def run(recipe: Extrapolation, out: Path, share: Share, say: Callable[[str], Non
         result = run_cell(recipe, cell, tasks[cell.task], state, say, share.device)
         first = next(iter(result["tests"].values()))
         told = ", ".join(f"{length}: {test['value']:.1f}" for length, test in first.items())
-        return result | {
-            "device": str(share.device),
-            "versions": versions(),
-        }, f"{result['metric']} at {told} in {result['seconds']:.0f} s"
+        return result, f"{result['metric']} at {told} in {result['seconds']:.0f} s"
 
     claim(recipe, out, GRID, _differences, write=share.index == 0)
     return run_share(recipe.name, recipe.cells(), out, share, run_one, say)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from supra.train.run_folder import versions
 from supra_eval.grid import Share, claim, run_share
 from supra_eval.lra.recipe import Cell, Comparison
 from supra_eval.lra.runner import run_cell
@@ -33,7 +32,7 @@ def run(
     def run_one(cell: Cell, state: Path) -> tuple[dict[str, Any], str]:
         result = run_cell(comparison, cell, task, state, say, share.device)
         told = f"test {100 * result['test_accuracy']:.1f} % in {result['seconds']:.0f} s"
-        return result | {"baselines": baselines, "device": str(share.device), "versions": versions()}, told
+        return result | {"baselines": baselines}, told
 
     claim(comparison, out, _GRID, _differences, write=share.index == 0)
     return run_share(comparison.name, comparison.cells(), out, share, run_one, say)
