@@ -47,7 +47,9 @@ def test_softmax_alibi_is_a_bias_by_distance(direction: str) -> None:
 
 
 def test_linear_alibi_weighs_by_exactly_the_exponential_of_that_bias() -> None:
-    mixer = LinearAttention(config("linear", "none", decay="alibi")).double()
+    # An encoder gives its feature maps values; a layer made alone holds whatever the memory held.
+    mixer = Encoder(config("linear", "none", decay="alibi"), seed=1).double().layers[0].mixer
+    assert isinstance(mixer, LinearAttention)
     layer, hidden = mixer.attention, torch.randn(2, T, HEADS * DIM, dtype=torch.float64)
     q, k, v = layer.project(hidden)
     _, _, q, k = layer.map_features(q, k, None)
