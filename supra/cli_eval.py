@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -111,6 +111,13 @@ MaxTokens = Annotated[
     int,
     typer.Option(rich_help_panel=PERPLEXITY, help="Score at most so many tokens, over all files.", min=2),
 ]
+Documents = Annotated[
+    Literal["all", "even", "odd"],
+    typer.Option(
+        rich_help_panel=PERPLEXITY,
+        help="Which documents of each file, counted from 0: the half that a recipe's data.documents did not train on.",
+    ),
+]
 BatchSize = Annotated[int, typer.Option(rich_help_panel=MACHINE, help="Rows of a batch, at most.", min=1)]
 BatchTokens = Annotated[int, typer.Option(rich_help_panel=MACHINE, help="Tokens of a batch, at most.", min=1)]
 ChunkTokens = Annotated[
@@ -123,7 +130,7 @@ ONLY_FOR = {
     "tasks": {"num_fewshot", "chat", "split", "truncate", "contexts", "limit", "seed", "batch_size", "batch_tokens",
               "chunk_tokens"},
     "length": {"contexts", "rope", "protocols", "limit", "seed", "chunk_tokens"},
-    "perplexity": {"block_tokens", "max_tokens"},
+    "perplexity": {"block_tokens", "max_tokens", "documents"},
 }  # fmt: skip
 
 
@@ -147,6 +154,7 @@ def evaluate(
     length: Length = False, recall: Recall = None, contexts: Contexts = None, rope: Rope = "yarn",
     protocols: Protocols = "non_overlapping,sliding,carried",
     block_tokens: BlockTokens = None, max_tokens: MaxTokens = 32768,
+    documents: Documents = "all",
     batch_size: BatchSize = 64, batch_tokens: BatchTokens = 4096, chunk_tokens: ChunkTokens = 512,
     device: Device = "auto", dtype: Dtype = "float32", backend: Backend = "auto", threads: Threads = 0,
     as_json: Json = False,
@@ -189,8 +197,8 @@ def evaluate(
         )  # fmt: skip
     else:
         runs = kinds.score_perplexity(
-            model, teacher, data or [], block_tokens=block_tokens, max_tokens=max_tokens, ablations=ablations,
-            machine=machine, say=say,
+            model, teacher, data or [], block_tokens=block_tokens, max_tokens=max_tokens, documents=documents,
+            ablations=ablations, machine=machine, say=say,
         )  # fmt: skip
     if as_json:
         typer.echo(json.dumps({"runs": [json.loads(run.to_json()) for run in runs]}, indent=2))

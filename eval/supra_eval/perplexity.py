@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from supra.config import Data
+from supra.config import Data, Documents
 from supra.errors import UserError
 from supra.loading import load_tokenizer
 from supra.models import SupraForCausalLM
@@ -64,7 +64,8 @@ def read_blocks(data: Data, tokenizer: Any, length: int, max_tokens: int) -> tup
     for source in sources:
         text = "\n\n".join(read_documents(source, data))
         if not text:
-            raise UserError(source.name, "is empty", "Name a file with text")
+            reason = "is empty" if data.documents == "all" else f"has no {data.documents} document with text"
+            raise UserError(source.name, reason, "Name a file with text")
         ids = torch.tensor(
             tokenizer(text, add_special_tokens=False, verbose=False).input_ids, dtype=torch.int64
         )
@@ -112,7 +113,7 @@ def measure_with_ablations(
 
 def evaluate_folder(
     model: Path, data: list[str], *, teacher: Path | None, block_tokens: int | None, max_tokens: int,
-    ablations: bool, device: str, dtype: str, backend: str, say: Callable[[str], None],
+    documents: Documents = "all", ablations: bool, device: str, dtype: str, backend: str, say: Callable[[str], None],
 ) -> EvalRun:  # fmt: skip
     """Score a converted model's folder, its teacher and its ablations on the same held-out blocks.
 
@@ -128,11 +129,16 @@ def evaluate_folder(
         say(f"warning: blocks of {length} tokens are longer than the {longest} that the teacher was made for")
     try:
         blocks, names = read_blocks(
-            Data(train=tuple(data), unwrap=True), load_tokenizer(model), length, max_tokens
+            Data(train=tuple(data), unwrap=True, documents=documents),
+            load_tokenizer(model),
+            length,
+            max_tokens,
         )
     except UserError as error:
         raise UserError(error.thing.replace("data.train", "--data"), error.reason, error.mend) from None
     settings = {"block_tokens": length, "scored_tokens": blocks.shape[0] * (length - 1), "texts": names}
+    if documents != "all":
+        settings["documents"] = documents
     run = EvalRun("perplexity", str(model), None if teacher is None else str(teacher), settings=settings)
     wanted = contender_names(model, teacher, ablations=ablations)
     for contender in contenders(model, teacher, wanted, device=device, dtype=dtype, backend=backend, say=say):

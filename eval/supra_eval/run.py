@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from supra.checks import require_matplotlib
+from supra.config import Documents
 from supra.errors import SupraError, UserError
 from supra_eval.results import EvalRun, merged_with_earlier
 from supra_eval.tables import describe_settings, render
@@ -50,14 +51,14 @@ class Machine:
 
 def score_perplexity(
     model: Path, teacher: Path | None, data: list[str], *, block_tokens: int | None, max_tokens: int,
-    ablations: bool, machine: Machine, say: Say,
+    documents: Documents = "all", ablations: bool, machine: Machine, say: Say,
 ) -> list[EvalRun]:  # fmt: skip
     """Perplexity on held-out text."""
     from supra_eval.perplexity import evaluate_folder
 
     run = evaluate_folder(
-        model, data, teacher=teacher, block_tokens=block_tokens, max_tokens=max_tokens, ablations=ablations,
-        say=say, **machine.where(),
+        model, data, teacher=teacher, block_tokens=block_tokens, max_tokens=max_tokens, documents=documents,
+        ablations=ablations, say=say, **machine.where(),
     )  # fmt: skip
     return [run]
 

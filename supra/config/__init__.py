@@ -7,7 +7,7 @@ Notable:
 """
 
 from supra.config.conversion import Conversion, Decay, FeatureMap, Norm, RopePosition
-from supra.config.data import Data
+from supra.config.data import Data, Documents
 from supra.config.optimizer import Lora, Optimizer
 from supra.config.recipe import Recipe, conversion_from_options, flatten, load
 from supra.config.stage import PositionScheme, Stage, WindowDropout
@@ -16,6 +16,7 @@ __all__ = [
     "Conversion",
     "Data",
     "Decay",
+    "Documents",
     "FeatureMap",
     "Lora",
     "Norm",

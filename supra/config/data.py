@@ -12,6 +12,9 @@ from supra.config.fields import PositiveCount, Real, Section
 _MOST_SHARES = 100_000  # of all components together: the order in which they take turns repeats after so many
 
 
+Documents = Literal["all", "even", "odd"]
+
+
 class Reading(Section):
     """Texts (a path, a glob, `package:NAME/inside/*.txt` or a `datasets` name[:config]) and how they are read."""
 
@@ -25,6 +28,7 @@ class Reading(Section):
     )
     max_tokens: PositiveCount | None = None  # stop reading after so many; a hub dataset is then streamed
     min_document_tokens: PositiveCount | None = None  # shorter documents are left out
+    documents: Documents = "all"  # of each source, counted from 0: train on half, test on the other
     streaming: bool = False  # read and tokenised while training goes on, not all before
 
     @field_validator("messages_field")

@@ -50,7 +50,9 @@ def document_of(row: Row, data: Data) -> str:
 
 
 def read_rows(source: Source, data: Data, first: int = 0) -> Iterator[Row]:
-    """The rows of one source from number `first` on; those before it are passed over as cheaply as the format lets.
+    """The rows of one source from number `first` on, of those that `data.documents` takes.
+
+    Those before it are passed over as cheaply as the format lets.
 
     Raises:
         UserError: it cannot be read, a row has not the field, or it is plain text and should hold chats.
@@ -64,12 +66,14 @@ def read_rows(source: Source, data: Data, first: int = 0) -> Iterator[Row]:
                 "is plain text and has no rows of messages",
                 "Name .jsonl or .parquet files or a dataset, or leave out data.messages_field.",
             )
-        if first == 0:
+        if first == 0 and data.documents != "odd":
             yield Row(0, source.where, _read_text(source))
         return
     readers = {"jsonl": _read_jsonl, "parquet": _read_parquet, "mediawiki": _read_mediawiki}
     rows = readers.get(source.kind, _read_dataset)(source, data, option, first)
     for number, (where, row) in enumerate(rows, start=first):
+        if data.documents != "all" and (number % 2 == 0) != (data.documents == "even"):
+            continue
         if field not in row:
             raise _no_field(where, option, field, list(row))
         yield Row(number, where, row[field])

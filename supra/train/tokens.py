@@ -76,6 +76,12 @@ def no_text(data: Data, sources: list[Source], num_short: int, longest: int) -> 
             f"all {num_short} documents are shorter, the longest has {longest} tokens",
             "Lower it, or name longer texts.",
         )
+    if data.documents == "odd":
+        return UserError(
+            "data.documents = odd",
+            f"no source of {len(sources)} has a second document with text",
+            "A text file is one document: hold out whole files instead (data.heldout).",
+        )
     return UserError("data", f"{len(sources)} sources hold no text", "Check data.train and data.text_field.")
 
 
@@ -88,6 +94,7 @@ def text_key(sources: list[Source], data: Data, tokenizer: Any) -> str:
     options = data.model_dump(include={"text_field", "split", "unwrap", "max_tokens"})
     # Left out where they are not set, so that caches made before they existed are still found.
     options |= data.model_dump(include={"min_document_tokens", "messages_field"}, exclude_none=True)
+    options |= data.model_dump(include={"documents"}, exclude_defaults=True)
     if data.streaming:
         options["streaming"] = True
     if data.messages_field is not None:

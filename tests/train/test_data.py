@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from supra.config import Data
 from supra.errors import SupraError, UserError
 from supra.train.data import IGNORED, PackedData
-from supra.train.documents import read_documents, unwrap
+from supra.train.documents import read_documents, read_rows, unwrap
 from supra.train.sources import find_sources, package_folder
 from supra.train.tokens import TokenStore, cache_folder, load_tokens
 
@@ -163,6 +163,33 @@ def test_short_documents_are_left_out_and_counted(tiny: ModuleType, tmp_path: Pa
         UserError, match=f"all 6 documents are shorter, the longest has {tokens_of[5]} tokens"
     ):
         load_tokens(Data(train=(str(path),), min_document_tokens=1000), tokenizer)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_even_and_odd_documents_share_out_a_source(tmp_path: Path, suffix: str) -> None:
+    texts, path = [f"text {n}" for n in range(7)], tmp_path / f"a{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    else:
+        pq.write_table(pa.table({"text": texts}), path, row_group_size=2)
+    data = {kind: Data(train=(str(path),), documents=kind) for kind in ("all", "even", "odd")}
+    (source,), _ = find_sources(data["all"])
+    assert [list(read_documents(source, data[kind])) for kind in data] == [texts, texts[::2], texts[1::2]]
+    # Resuming from any row passes over the same documents.
+    assert [row.number for row in read_rows(source, data["even"], first=3)] == [4, 6]
+    assert [row.number for row in read_rows(source, data["odd"], first=3)] == [3, 5]
+
+
+def test_half_of_the_documents_is_another_text(tiny: ModuleType, tmp_path: Path) -> None:
+    tokenizer, path = tiny.make_tokenizer(), tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": "the cat"}) for _ in range(4)))
+    keys = {
+        load_tokens(Data(train=(str(path),), documents=kind), tokenizer).key for kind in ("all", "even", "odd")
+    }
+    assert len(keys) == 3
+    book = tiny.write_text(tmp_path / "book.txt", seed=4, num_words=60)
+    with pytest.raises(UserError, match="documents = odd: no source of 1 has a second document"):
+        load_tokens(Data(train=(str(book),), documents="odd"), tokenizer)
 
 
 def test_a_crash_while_tokenising_leaves_no_cache(
