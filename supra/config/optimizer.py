@@ -26,6 +26,7 @@ class Optimizer(Section):
     warmup_steps: Annotated[Count, Field(ge=0)] = 0
     min_lr_ratio: Annotated[Real, Field(ge=0, le=1)] = 0.0
     grad_clip: Annotated[Real, Field(gt=0)] | None = 1.0
+    moments: Literal["float32", "int8"] = "float32"  # int8: 2 bytes a weight instead of 8 (bitsandbytes)
 
     def decay_steps(self, num_steps: int) -> int:
         """The last steps of a stage of `num_steps`, in which the rate of `wsd` falls."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from supra.config.conversion import Conversion
 from supra.config.data import Data
@@ -15,13 +16,18 @@ from supra.config.stage import Stage
 
 
 def _refuse_in_shards(stage: Stage) -> None:
-    """ValueError for what reads or writes a sharded weight outside of the block that is gathered."""
+    """ValueError for what cannot work on a sharded weight, or does so outside of the block that is gathered."""
+    if stage.optimizer.moments == "int8":
+        raise ValueError(f"{stage.name}: moments in int8 take whole weights, which fsdp2 has in shards")
     if stage.loss == "attention_weights":
         raise ValueError(
             f"{stage.name}: attention_weights reads projections alone, fsdp2 gathers whole blocks"
         )
     if stage.lora is not None and stage.lora.dora:
         raise ValueError(f"{stage.name}: DoRA needs the norms of whole weights, which fsdp2 has in shards")
+
+
+TeacherWeights = Literal["shared", "bfloat16", "int8", "nf4"]
 
 
 class Recipe(Documented):
@@ -31,6 +37,9 @@ class Recipe(Documented):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: str = Field(default="auto", min_length=1)
+    teacher_weights: TeacherWeights = (
+        "shared"  # the student's own until those train; else copies of these widths
+    )
     strategy: Literal["ddp", "fsdp2"] = (
         "ddp"  # of several processes: each holds the model, or they share it out
     )
@@ -44,6 +53,13 @@ class Recipe(Documented):
     data: Data
     stages: tuple[Stage, ...] = Field(min_length=1)
 
+    @field_validator("strategy")
+    @classmethod
+    def _a_sharded_teacher_is_whole(cls, value: str, info: ValidationInfo) -> str:
+        if value == "fsdp2" and info.data.get("teacher_weights", "shared") != "shared":
+            raise ValueError("shares out the teacher's weights as they are: leave out teacher_weights")
+        return value
+
     @field_validator("stages")
     @classmethod
     def _stages_fit_together(cls, value: tuple[Stage, ...], info: ValidationInfo) -> tuple[Stage, ...]:
@@ -53,6 +69,11 @@ class Recipe(Documented):
             raise ValueError(f"two stages share the name {', '.join(repeated)}")
         if late := [stage.name for stage in value[1:] if stage.layerwise]:
             raise ValueError(f"only the first stage can be layerwise, not {', '.join(late)}")
+        has_teacher = any(stage.loss != "ce" and not stage.layerwise for stage in value)
+        if info.data.get("teacher_weights", "shared") != "shared" and not has_teacher:
+            raise PydanticCustomError(
+                "in_field", "no stage learns from a teacher in memory", {"field": "teacher_weights"}
+            )
         if info.data.get("strategy") == "fsdp2":
             for stage in value:
                 _refuse_in_shards(stage)

@@ -17,12 +17,13 @@ from supra.errors import UserError
 from supra.models import SupraForCausalLM, is_new_parameter
 from supra.train.checkpoint import KEPT
 from supra.train.export import exported_bytes
+from supra.train.moments import moments_bytes
+from supra.train.narrow import narrowed_bytes
 from supra.train.sharding import is_sharded_name
 from supra.train.teacher import without_adapters
 from supra.train.trainable import enter_stage
 
 _FP32_BYTES = 4
-_MOMENTS = 2  # AdamW's, per trained weight
 _ROW_BYTES = 300  # of metrics.jsonl, per step
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -71,6 +72,7 @@ def make_budget(
     sizes = {name: p.numel() * _FP32_BYTES for name, p in skeleton.named_parameters()}
     sharded = {name for name in sizes if recipe.strategy == "fsdp2" and is_sharded_name(name)}
     held = {name: size / (num_processes if name in sharded else 1) for name, size in sizes.items()}
+    narrowed = narrowed_bytes(skeleton, recipe.teacher_weights)
     ever_trained: set[str] = set()
     apart: set[str] = set(sharded)  # what the student does not share with the teacher, or no longer
     stages = []
@@ -80,12 +82,16 @@ def make_budget(
         added = sum(p.numel() for name, p in trainable.parameters.items() if ".lora_" in name) * _FP32_BYTES
         plain = {without_adapters(name) for name in trainable.parameters if ".lora_" not in name}
         trained = sum(sizes[name] for name in plain) + added
-        copies = _MOMENTS + (stage.ema is not None)
+        moments = sum(
+            moments_bytes(p.numel(), stage.optimizer.moments) for p in trainable.parameters.values()
+        )
+        copies = moments / trained + (stage.ema is not None)  # of a trained weight, beside its gradient
         ever_trained |= plain
         if stage.trainable == "all":
             apart |= {name for name in plain if not is_new_parameter(name)}
         has_teacher = any(later.loss != "ce" for later in recipe.stages[index:])
-        teacher = sum(held[name] for name in apart) if has_teacher else 0
+        teacher = sum(held[name] for name in apart - narrowed.keys()) + sum(narrowed.values())
+        teacher = teacher if has_teacher else 0
         training = (sum(held[name] for name in plain) + added) * (1 + copies)
         memory = sum(held.values()) + added + teacher + training
         scratch = 0
@@ -93,7 +99,7 @@ def make_budget(
             memory = _largest_layer_bytes(sizes, 1 + copies)
             scratch = 2 * stage.num_steps * stage.tokens_per_step * skeleton.config.hidden_size
             scratch *= hidden_states_dtype.itemsize
-        inside = sum(sizes[name] for name in ever_trained) + added + trained * copies
+        inside = sum(sizes[name] for name in ever_trained) + added + round(trained * copies)
         kept = False
         if trainable.adapters is not None:
             kept = index == len(recipe.stages) - 1 and recipe.adapters == "keep"
@@ -120,9 +126,9 @@ def make_budget(
     return Budget(num_parameters, tuple(stages), export_bytes, peak + rows, left + rows)
 
 
-def _largest_layer_bytes(sizes: dict[str, int], copies: int) -> int:
+def _largest_layer_bytes(sizes: dict[str, int], copies: float) -> float:
     """A layer's weights, and gradients and moments of what is new in it."""
-    layers: dict[str, int] = {}
+    layers: dict[str, float] = {}
     for name, num_bytes in sizes.items():
         if ".layers." in name:
             layer = name.split(".layers.")[1].split(".")[0]

@@ -13,14 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from supra.errors import SupraError
-from supra.train.sharding import like
 
 KEPT = 2
 
@@ -131,26 +129,6 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def moments_of(
-    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
-) -> dict[str, dict[str, Tensor]]:
-    """The optimiser's state by parameter name."""
-    return {name: dict(optimizer.state[p]) for name, p in parameters.items() if p in optimizer.state}
-
-
-def restore_moments(
-    optimizer: torch.optim.Optimizer,
-    parameters: dict[str, nn.Parameter],
-    moments: dict[str, dict[str, Tensor]],
-) -> None:
-    """Put back what `moments_of` gave, where and as each parameter lies (step counters stay on the CPU)."""
-    for name, state in moments.items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {
-            key: tensor if key == "step" else like(parameter, tensor) for key, tensor in state.items()
-        }
 
 
 def _folders(run_dir: Path) -> list[Path]:

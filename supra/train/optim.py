@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from supra.config import Optimizer
 from supra.models import is_new_parameter
+from supra.train.bits import bitsandbytes
 
 
 def lr_multiplier(config: Optimizer, step: int, num_steps: int) -> float:
@@ -29,13 +30,22 @@ def lr_multiplier(config: Optimizer, step: int, num_steps: int) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * share
 
 
-def build_optimizer(config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
-    """AdamW over named parameters; new ones at lr × new_lr_ratio, vectors without weight decay."""
+def build_optimizer(config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW over named parameters; new ones at lr × new_lr_ratio, vectors without weight decay.
+
+    Raises:
+        UserError: its moments are to be int8, and bitsandbytes is not installed.
+    """
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         sharded = isinstance(parameter, DTensor)  # torch takes a step with either kind, not with both at once
         groups.setdefault((is_new_parameter(name), parameter.ndim >= 2, sharded), []).append(parameter)
-    return torch.optim.AdamW(
+    adamw = (
+        torch.optim.AdamW
+        if config.moments == "float32"
+        else bitsandbytes("optimizer.moments int8").optim.AdamW8bit
+    )
+    optimizer: torch.optim.Optimizer = adamw(
         [
             {
                 "params": members,
@@ -47,6 +57,7 @@ def build_optimizer(config: Optimizer, parameters: Mapping[str, nn.Parameter]) -
         lr=config.lr,
         betas=config.betas,
     )
+    return optimizer
 
 
 def set_lr(optimizer: torch.optim.Optimizer, multiplier: float) -> None:

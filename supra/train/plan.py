@@ -194,7 +194,7 @@ def _probe_stages(prepared: Prepared, run_dir: Path, reporter: Reporter) -> list
     if len(recipe.stages) > first:
         prepared.load_student()
     has_teacher = any(stage.loss != "ce" for stage in recipe.stages[first:])
-    teacher = build_teacher(prepared.student) if has_teacher else None
+    teacher = build_teacher(prepared.student, recipe.teacher_weights) if has_teacher else None
     for index in range(first, len(recipe.stages)):
         stage, budget = recipe.stages[index], prepared.budget.stages[index]
         start = measured.clock()

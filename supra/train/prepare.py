@@ -15,6 +15,7 @@ from supra.config import Conversion, Data, Recipe, Stage
 from supra.errors import SupraError, UserError
 from supra.loading import choose_backend, load_model, load_tokenizer
 from supra.models import SupraConfig, SupraForCausalLM
+from supra.train.bits import require_bitsandbytes
 from supra.train.budget import Budget, available_memory_bytes, check_disk, check_memory, make_budget
 from supra.train.data import derived_seed
 from supra.train.mixture import MixedData, Mixture
@@ -84,9 +85,11 @@ class Prepared:
         """One line naming what runs."""
         count = self.processes.count
         together = f"{count} processes · strategy {self.recipe.strategy} · " if count > 1 else ""
+        teacher = self.recipe.teacher_weights
         return (
             f"{together}device {self.accelerator.device} · dtype {self.precision} · backend {self.backend} · "
             f"attention {self.student.config._attn_implementation}"
+            + (f" · teacher's weights {teacher}" if teacher != "shared" else "")
         )
 
     def training_facts(self, run_dir: Path, skipped: frozenset[int]) -> dict[str, Any]:
@@ -134,7 +137,14 @@ def prepare(recipe: Recipe, model_dir: Path, run_dir: Path, reporter: Reporter) 
             run needs more disk or memory than there is.
     """
     require_trackers(recipe)
+    require_bitsandbytes(recipe)
     accelerator, precision = make_accelerator(recipe)
+    if recipe.teacher_weights == "bfloat16" and precision.dtype != torch.bfloat16:
+        raise UserError(
+            "teacher_weights bfloat16",
+            f"the run computes in {precision}",
+            "Set dtype to bfloat16 or leave it out.",
+        )
     config = read_config(model_dir)
     check_conversion(recipe.conversion, config)
     with torch.device("meta"):

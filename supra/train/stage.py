@@ -18,6 +18,7 @@ from supra.train.divergence import DivergedError, LossGuard
 from supra.train.ema import MovingAverage
 from supra.train.losses import NOTHING, StageLoss
 from supra.train.mixture import MixedData
+from supra.train.moments import moments_of, restore_moments
 from supra.train.optim import build_optimizer, lr_multiplier, set_lr
 from supra.train.parallel import Processes
 from supra.train.sharding import assign, clip_grad_norm, is_sharded, whole_on_cpu
@@ -150,7 +151,7 @@ class StageRunner:
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """The optimiser's state by parameter name; where it is sharded, every process must ask at the same time."""
-        found = checkpoint.moments_of(self.optimizer.optimizer, self.trainable.parameters)
+        found = moments_of(self.optimizer.optimizer, self.trainable.parameters)
         return {name: whole_on_cpu(state) for name, state in found.items()}
 
     def adapters(self) -> dict[str, Tensor]:
@@ -164,7 +165,7 @@ class StageRunner:
                 parameter.data.copy_(saved.adapters[name])
         if self.average is not None:
             self.average.restore(saved.average)
-        checkpoint.restore_moments(self.optimizer.optimizer, self.trainable.parameters, saved.moments)
+        restore_moments(self.optimizer.optimizer, self.trainable.parameters, saved.moments)
 
     def close(self) -> None:
         """Let go of the optimiser's memory, which Accelerate holds on to."""

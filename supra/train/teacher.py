@@ -8,15 +8,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from supra.config import Recipe
+from supra.config import Recipe, TeacherWeights
 from supra.models import SupraForCausalLM
+from supra.train.narrow import narrow
 from supra.train.sharding import is_sharded, sharded_teacher
 
 
-def build_teacher(student: SupraForCausalLM) -> SupraForCausalLM:
+def build_teacher(student: SupraForCausalLM, weights: TeacherWeights = "shared") -> SupraForCausalLM:
     """A frozen teacher that shares every tensor with `student` (one copy in memory) but those that are sharded.
 
-    Must be called before the student trains anything but new parameters: what it shares is what it is.
+    Must be called before the student trains anything but new parameters: what it shares is what it is. Where `weights`
+    are not shared, those of its linear projections are copies of that width; the rest is shared all the same.
+
+    Raises:
+        UserError: they are to be int8 or nf4, and bitsandbytes is not installed.
     """
     config = copy.deepcopy(student.config)
     config.layer_types = list(config.teacher_layer_types or [])
@@ -30,6 +35,7 @@ def build_teacher(student: SupraForCausalLM) -> SupraForCausalLM:
     teacher.load_state_dict(shared, assign=True)
     teacher.tie_weights()
     teacher.model.rotary_emb = student.model.rotary_emb  # its frequencies are a buffer outside the state dict
+    narrow(teacher, weights)
     return teacher.requires_grad_(False).eval()
 
 

@@ -127,7 +127,8 @@ class _Run:
         position = saved.position if saved else Position()
         remaining = self.recipe.stages[position.stage :]
         # The teacher takes the conversion's tensors before a checkpoint's replace them in the student.
-        self.teacher = build_teacher(self.student) if any(s.loss != "ce" for s in remaining) else None
+        learns = any(stage.loss != "ce" for stage in remaining)
+        self.teacher = build_teacher(self.student, self.recipe.teacher_weights) if learns else None
         if saved:
             self.reporter.say(f"resuming from {saved.path.name}")
             put_tensors(self.student, saved.model)

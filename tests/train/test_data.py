@@ -184,7 +184,8 @@ def test_half_of_the_documents_is_another_text(tiny: ModuleType, tmp_path: Path)
     tokenizer, path = tiny.make_tokenizer(), tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": "the cat"}) for _ in range(4)))
     keys = {
-        load_tokens(Data(train=(str(path),), documents=kind), tokenizer).key for kind in ("all", "even", "odd")
+        load_tokens(Data(train=(str(path),), documents=kind), tokenizer).key
+        for kind in ("all", "even", "odd")
     }
     assert len(keys) == 3
     book = tiny.write_text(tmp_path / "book.txt", seed=4, num_words=60)
