@@ -35,8 +35,9 @@ def run(
     set_threads(threads)
     from supra_eval.grid import num_finished, open_processes, share_of
     from supra_eval.lra.source import open_task
-    from supra_eval.lra.sweep import run
+    from supra_eval.lra.sweep import require_same, run
 
+    require_same(comparison, folder)
     state = open_processes(device)
     say(f"{state.num_processes} processes · device {state.device}")
     with state.main_process_first():

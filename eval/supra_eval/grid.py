@@ -102,32 +102,49 @@ def run_share(
 def claim(recipe: Documented, out: Path, grows: set[str], differences: Differences, *, write: bool) -> None:
     """Make the folder of the runs and write the recipe into it, or compare with the one that lies there.
 
-    The fields `grows` span the grid and may change from one command to the next; `differences(mine, theirs)` names what
-    of them cannot share a folder. The file keeps all that they ever held: runs of it may lie there.
+    The file keeps all that the fields `grows` ever held: runs of it may lie there.
 
     Raises:
         UserError: the folder holds another grid.
         SupraError: it cannot be made.
     """
+    theirs = require_same_grid(recipe, out, grows, differences)
     try:
         (out / CELLS_NAME).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SupraError(
             str(out), f"cannot be made ({error.strerror})", "Choose another place with -o"
         ) from None
-    path, mine = out / RECIPE_NAME, recipe.model_dump(mode="json")
-    if path.exists():
-        theirs = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        # A recipe of another kind differs in these already, and `differences` would not find its fields in it.
-        differing = fixed_differences(mine, theirs, grows) or differences(mine, theirs)
-        if differing:
-            raise UserError(
-                str(out), f"holds a comparison that differs in {', '.join(sorted(differing))}",
-                "Choose another folder with -o, or remove this one",
-            )  # fmt: skip
+    mine = recipe.model_dump(mode="json")
+    if theirs is not None:
         mine |= {key: _united(mine[key], theirs[key]) for key in grows}
     if write:
-        write_whole(path, yaml.safe_dump(mine, sort_keys=False, allow_unicode=True))
+        write_whole(out / RECIPE_NAME, yaml.safe_dump(mine, sort_keys=False, allow_unicode=True))
+
+
+def require_same_grid(
+    recipe: Documented, out: Path, grows: set[str], differences: Differences
+) -> dict[str, Any] | None:
+    """The recipe that lies in a folder of runs, None where there is none; nothing is written.
+
+    The fields `grows` span the grid and may change from one command to the next; `differences(mine, theirs)` names what
+    of them cannot share a folder.
+
+    Raises:
+        UserError: the folder holds another grid.
+    """
+    path, mine = out / RECIPE_NAME, recipe.model_dump(mode="json")
+    if not path.exists():
+        return None
+    theirs: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    # A recipe of another kind differs in these already, and `differences` would not find its fields in it.
+    differing = fixed_differences(mine, theirs, grows) or differences(mine, theirs)
+    if differing:
+        raise UserError(
+            str(out), f"holds a comparison that differs in {', '.join(sorted(differing))}",
+            "Choose another folder with -o, or remove this one",
+        )  # fmt: skip
+    return theirs
 
 
 def fixed_differences(mine: dict[str, Any], theirs: dict[str, Any], grows: set[str]) -> list[str]:

@@ -72,6 +72,13 @@ def test_a_mistake_is_named(tmp_path: Path, tiny: list[str], words: list[str], r
     assert isinstance(done.exception, UserError) and reason in str(done.exception)
 
 
+def test_a_folder_to_merge_is_read_before_anything_runs(tmp_path: Path, tiny: list[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    done = call("small", "-o", str(tmp_path / "runs"), *tiny, "--merge", str(tmp_path / "empty"))
+    assert isinstance(done.exception, UserError) and "holds no finished run" in str(done.exception)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_one_process_at_a_time_reads_the_runs_and_writes_the_page(
     tmp_path: Path, tiny: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

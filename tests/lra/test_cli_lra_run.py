@@ -75,7 +75,24 @@ def test_other_data_in_the_folder_is_refused(tmp_path: Path) -> None:
         == 0
     )
     done = call("run", "mnist1d", "-o", str(tmp_path), *small("task.seed=3"))
+    assert isinstance(done.exception, UserError) and "differs in task" in str(done.exception)
+
+
+def test_another_comparison_in_the_folder_is_refused_before_its_task_is_made(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: other\n")
+    done = call("run", "mnist1d", "-o", str(tmp_path), *small())
+    assert isinstance(done.exception, UserError) and "holds a comparison that differs in" in str(
+        done.exception
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_a_task_in_the_folder_of_no_comparison_is_looked_at(tmp_path: Path) -> None:
+    settings = ("--train", "40", "--validation", "20", "--test", "20")
+    assert call("data", "mnist1d", "-o", str(tmp_path / "task"), *settings).exit_code == 0
+    done = call("run", "mnist1d", "-o", str(tmp_path), *small("task.seed=3"))
     assert isinstance(done.exception, UserError) and "another seed" in str(done.exception)
+    assert not (tmp_path / "recipe.yaml").exists()
 
 
 def test_two_processes_share_a_grid(tmp_path: Path) -> None:

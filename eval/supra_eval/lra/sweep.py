@@ -6,12 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from supra_eval.grid import Share, claim, run_share
+from supra_eval.grid import Share, claim, require_same_grid, run_share
 from supra_eval.lra.recipe import Cell, Comparison
 from supra_eval.lra.runner import run_cell
 from supra_eval.lra.task import Task
 
 _GRID = {"models", "modes", "shares", "fractions", "seeds"}  # may grow from one command to the next
+
+
+def require_same(comparison: Comparison, out: Path) -> None:
+    """UserError where the folder holds another comparison: before its task is generated into it."""
+    require_same_grid(comparison, out, _GRID, _differences)
 
 
 def run(
