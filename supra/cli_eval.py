@@ -89,8 +89,12 @@ Rope = Annotated[
     str,
     typer.Option(
         rich_help_panel=LENGTH,
-        help="How the teacher's RoPE is scaled, beside the plain one: linear, ntk, yarn, llama3 or none.",
+        help="Scalings of the teacher's RoPE, each read beside the plain one: linear,ntk,yarn,llama3, or none.",
     ),
+]
+StudentRope = Annotated[
+    bool,
+    typer.Option("--student-rope", rich_help_panel=LENGTH, help="Also read the student with each --rope."),
 ]
 Protocols = Annotated[
     str,
@@ -129,7 +133,7 @@ ChunkTokens = Annotated[
 ONLY_FOR = {
     "tasks": {"num_fewshot", "chat", "split", "truncate", "contexts", "limit", "seed", "batch_size", "batch_tokens",
               "chunk_tokens"},
-    "length": {"contexts", "rope", "protocols", "limit", "seed", "chunk_tokens"},
+    "length": {"contexts", "rope", "student_rope", "protocols", "limit", "seed", "chunk_tokens"},
     "perplexity": {"block_tokens", "max_tokens", "documents"},
 }  # fmt: skip
 
@@ -152,6 +156,7 @@ def evaluate(
     tasks: Tasks = None, num_fewshot: NumFewshot = None, chat: Chat = False, split: Split = "validation",
     truncate: Truncate = "middle",
     length: Length = False, recall: Recall = None, contexts: Contexts = None, rope: Rope = "yarn",
+    student_rope: StudentRope = False,
     protocols: Protocols = "non_overlapping,sliding,carried",
     block_tokens: BlockTokens = None, max_tokens: MaxTokens = 32768,
     documents: Documents = "all",
@@ -191,7 +196,8 @@ def evaluate(
         )  # fmt: skip
     elif length or recall:
         runs = kinds.score_length(
-            model, teacher, data or [], length=length, recall=_names(recall), contexts=lengths, rope=rope,
+            model, teacher, data or [], length=length, recall=_names(recall), contexts=lengths, rope=_names([rope]),
+            student_rope=student_rope,
             protocols=() if protocols == "none" else _names([protocols]), limit=limit, ablations=ablations, seed=seed,
             out=out, machine=machine, say=say,
         )  # fmt: skip

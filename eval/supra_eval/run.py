@@ -109,7 +109,8 @@ def score_tasks(
 
 def score_length(
     model: Path, teacher: Path | None, data: list[str], *, length: bool, recall: Sequence[str],
-    contexts: Sequence[int], rope: str, protocols: Sequence[str], limit: int | None, ablations: bool, seed: int,
+    contexts: Sequence[int], rope: Sequence[str], student_rope: bool, protocols: Sequence[str], limit: int | None,
+    ablations: bool, seed: int,
     out: Path | None, machine: Machine, say: Say,
 ) -> list[EvalRun]:  # fmt: skip
     """Losses, memory and time past the training length, and generated recall tasks; plots beside their results.
@@ -127,7 +128,8 @@ def score_length(
     if out is not None:
         require_matplotlib()
     common: dict[str, Any] = {
-        "teacher": teacher, "contexts": contexts or CONTEXTS, "rope": rope, "ablations": ablations,
+        "teacher": teacher, "contexts": contexts or CONTEXTS, "rope": rope,
+        "student_rope": student_rope, "ablations": ablations,
         "chunk_tokens": machine.chunk_tokens, "seed": seed, "say": say, **machine.where(),
     }  # fmt: skip
     runs: list[EvalRun] = []

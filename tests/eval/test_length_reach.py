@@ -18,7 +18,7 @@ from supra.loading import load_model, load_tokenizer
 from supra_eval.length.books import read_books
 from supra_eval.length.cost import PeakMemory, measure_cost, memory_method
 from supra_eval.length.horizon import decay_horizon, describe_horizon
-from supra_eval.length.rope import scaled_rope, teacher_rope_parameters
+from supra_eval.length.rope import require_scalings, rope_parameters, scaled_rope
 
 
 @pytest.fixture
@@ -58,10 +58,10 @@ def test_yarn_interpolates_by_parts(teacher: Any) -> None:
 
 def test_scalings_that_do_not_fit_are_refused(teacher: Any) -> None:
     with pytest.raises(UserError, match="Did you mean linear"):
-        teacher_rope_parameters(teacher.config, "liner", 2.0)
+        require_scalings(["liner"])
     teacher.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     with pytest.raises(UserError, match="has a scaling of its own already"):
-        teacher_rope_parameters(teacher.config, "ntk", 2.0)
+        rope_parameters(teacher.config, "ntk", 2.0)
 
 
 def test_horizons_are_worked_by_hand(teacher_dir: Path, tmp_path: Path, student_dir: Path) -> None:

@@ -16,7 +16,7 @@ from supra_eval.length.books import read_books
 from supra_eval.length.losses import loss_by_position, non_overlapping, sliding
 from supra_eval.results import EvalRun, read_run
 
-MODELS = ["teacher", "teacher_rope", "student", "window_only", "linear_only", "untrained"]
+MODELS = ["teacher", "teacher_linear", "student", "window_only", "linear_only", "untrained"]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def evaluate(teacher_dir: Path, student_dir: Path, book: Path, monkeypatch: pyte
     def run(**options: Any) -> EvalRun:
         settings: dict[str, Any] = dict(
             teacher=teacher_dir, data=[str(book)], contexts=[1024, 300], protocols=["sliding", "carried"],
-            rope="linear", max_sequences=2, ablations=True, out=None, device="cpu", dtype="float32",
+            rope=["linear"], max_sequences=2, ablations=True, out=None, device="cpu", dtype="float32",
             backend="auto", cost=False, say=lambda line: None,
         )  # fmt: skip
         return run_length(student_dir, **{**settings, **options})
@@ -49,7 +49,7 @@ def test_a_run_holds_every_model_and_the_functions_numbers(
     protocols = ["non_overlapping", "sliding", "carried"]
     run = evaluate(protocols=protocols, cost=True, out=tmp_path, say=said.append)
     assert run.kind == "length" and run.models() == MODELS and not run.failures
-    assert run.settings["rope"] == "linear x2" and "rope linear x2" in run.runs_on["teacher_rope"]
+    assert run.settings["rope"] == "linear: teacher x2" and "rope linear x2" in run.runs_on["teacher_linear"]
     assert run.settings["contexts"] == [300, 1024] and run.settings["sources"] == ["book.txt"]
 
     student = load_model(student_dir)
@@ -71,7 +71,7 @@ def test_a_run_holds_every_model_and_the_functions_numbers(
     assert by_position.y[0] == pytest.approx(float(losses[:, :127].mean()), rel=1e-5)
     assert by_position.stderr is not None and len(by_position.stderr) == 4
     positions = {model: curves["loss by position", model].y for model in MODELS}
-    assert positions["teacher"] != positions["teacher_rope"]
+    assert positions["teacher"] != positions["teacher_linear"]
     # An untrained conversion of an untrained student is the same model.
     assert positions["untrained"] == pytest.approx(positions["student"])
     assert {"loss by last mention", "cache", "decode time", "peak memory"} <= {name for name, _ in curves}
@@ -85,21 +85,21 @@ def test_a_run_holds_every_model_and_the_functions_numbers(
 def test_a_second_run_measures_nothing_again(
     evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = evaluate(out=tmp_path, rope="none", ablations=False, protocols=[])
+    first = evaluate(out=tmp_path, rope=["none"], ablations=False, protocols=[])
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("measured again")
 
     monkeypatch.setattr("supra_eval.length.run.read_losses", refuse)
     said: list[str] = []
-    second = evaluate(out=tmp_path, rope="none", ablations=False, protocols=[], say=said.append)
+    second = evaluate(out=tmp_path, rope=["none"], ablations=False, protocols=[], say=said.append)
     assert second.scores == first.scores and second.curves == first.curves
     assert [line for line in said if line.endswith("measured before")] == [
         "teacher: measured before",
         "student: measured before",
     ]
     with pytest.raises(UserError, match=r"contexts .* where this is"):
-        evaluate(out=tmp_path, rope="none", ablations=False, protocols=[], contexts=[300])
+        evaluate(out=tmp_path, rope=["none"], ablations=False, protocols=[], contexts=[300])
 
 
 def test_a_killed_run_loses_one_model(evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,10 +116,10 @@ def test_a_killed_run_loses_one_model(evaluate: Any, tmp_path: Path, monkeypatch
         patch.setattr(module, "sliding", killed)
         with pytest.raises(KeyboardInterrupt):
             evaluate(out=tmp_path, ablations=False)
-    assert read_run(tmp_path).models() == ["teacher", "teacher_rope"]
+    assert read_run(tmp_path).models() == ["teacher", "teacher_linear"]
     said: list[str] = []
     run = evaluate(out=tmp_path, ablations=False, say=said.append)
-    assert run.models() == ["teacher", "teacher_rope", "student"]
+    assert run.models() == ["teacher", "teacher_linear", "student"]
     assert sum(line.endswith("measured before") for line in said) == 2
 
 
@@ -135,7 +135,7 @@ def test_a_failed_part_is_recorded_and_tried_again(
             raise RuntimeError("out of memory")
         return own(model, ids, context, *args, **kwargs)
 
-    options: dict[str, Any] = dict(out=tmp_path, rope="none", ablations=False)
+    options: dict[str, Any] = dict(out=tmp_path, rope=["none"], ablations=False)
     with monkeypatch.context() as patch:
         patch.setattr(module, "sliding", short_of_memory)
         run = evaluate(**options)
@@ -157,7 +157,9 @@ def test_a_failed_part_is_recorded_and_tried_again(
         ({"contexts": [256, 300]}, "no longer than the sliding window's stride of 256"),
         ({"contexts": [30_000]}, "book.txt has"),
         ({"protocols": ["slidin"]}, "Did you mean sliding"),
-        ({"rope": "yarm"}, "Did you mean yarn"),
+        ({"rope": ["yarm"]}, "Did you mean yarn"),
+        ({"rope": ["yarn", "none"]}, "--rope yarn,none: names one twice, or none beside others"),
+        ({"rope": []}, "--rope: is empty"),
         ({"chunk_tokens": 0}, "--chunk-tokens 0"),
         ({"teacher": Path("absent")}, "absent: does not exist"),
     ],
@@ -178,7 +180,20 @@ def test_a_teacher_that_reaches_is_not_scaled(evaluate: Any) -> None:
     said: list[str] = []
     run = evaluate(contexts=[300, 512], ablations=False, protocols=[], say=said.append)
     assert run.models() == ["teacher", "student"] and run.settings["rope"] == "none"
-    assert any("teacher_rope: left out" in line for line in said)
+    assert any("--rope: left out" in line for line in said)
+
+
+def test_each_scaling_is_a_reading_of_the_teacher_and_of_the_student(evaluate: Any) -> None:
+    options: dict[str, Any] = dict(ablations=False, protocols=[], rope=["linear", "yarn"], student_rope=True)
+    run = evaluate(**options)
+    names = [f"{base}{scaling}" for base in ("teacher", "student") for scaling in ("", "_linear", "_yarn")]
+    assert run.models() == names and run.settings["rope"] == "linear, yarn: teacher x2, student x2"
+    losses = {curve.model: tuple(curve.y) for curve in run.curves if curve.name == "loss by position"}
+    assert len(set(losses.values())) == len(names)
+    again = evaluate(**options | {"rope": ["none"]})
+    plain = {curve.model: tuple(curve.y) for curve in again.curves if curve.name == "loss by position"}
+    # The model's own positions are back after each scaling.
+    assert plain == {name: losses[name] for name in ("teacher", "student")}
 
 
 def test_an_unwritable_folder_is_one_clear_line(evaluate: Any, tmp_path: Path) -> None:

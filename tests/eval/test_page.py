@@ -258,10 +258,10 @@ def test_a_failure_is_not_excused_by_what_its_own_run_measured(tmp_path: Path) -
 
 
 def test_a_changed_teacher_is_no_student_and_a_cost_is_not_recovered() -> None:
-    names = [("student", 2e6), ("teacher_rope", 1e6), ("untrained", 3e6), ("teacher", 4e6)]
+    names = [("student", 2e6), ("teacher_yarn", 1e6), ("untrained", 3e6), ("teacher", 4e6)]
     scores = [Score("t", "cache_bytes", name, value, higher_is_better=False) for name, value in names]
     table = table_of(run_of(scores, kind="length"), kind="length")
-    assert table.columns == ["teacher", "teacher_rope", "student", "untrained"]
+    assert table.columns == ["teacher", "teacher_yarn", "student", "untrained"]
     (row,) = table.rows
     assert (row.metric, row.recovery) == ("cache_bytes in MB ↓", (NONE,))
     shown = [("4.0", False), ("1.0", False), ("2.0", True), ("3.0", False)]

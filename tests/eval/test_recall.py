@@ -134,7 +134,7 @@ def test_a_run_holds_scores_grids_and_effective_lengths(
 def test_real_answers_of_the_tiny_models(evaluate: Any, text_file: Path) -> None:
     tasks = ["passkey", "associative_recall"]
     run = evaluate(
-        tasks=tasks, contexts=[480], num_samples=1, ablations=True, rope="ntk", data=[str(text_file)]
+        tasks=tasks, contexts=[480], num_samples=1, ablations=True, rope=["ntk"], data=[str(text_file)]
     )
     assert run.models() == ["teacher", "student", "window_only", "linear_only", "untrained"]
     assert not run.failures and not run.grids
@@ -165,7 +165,7 @@ def test_a_failure_is_recorded_and_the_rest_goes_on(evaluate: Any, monkeypatch: 
         ({"contexts": [30, 400]}, "is too short for the task needle"),
         ({"contexts": [0]}, "--contexts 0"),
         ({"num_samples": 0}, "--samples 0"),
-        ({"rope": "ntc"}, "Did you mean ntk"),
+        ({"rope": ["ntc"]}, "Did you mean ntk"),
     ],
 )
 def test_mistakes_are_answered_before_any_model_is_read(

@@ -17,7 +17,6 @@ from supra_eval.results import EvalRun, Grid, Score
 
 from .filler import Filler, read_filler
 from .recall_tasks import RULER, Example, make_example, require_depths, require_tasks, score
-from .rope import require_scaling
 from .session import TOKENS, Part, Readers, Say, Session, require_contexts
 
 # RULER's bar: what Llama-2-7B reaches at its 4,096 tokens (arXiv 2404.06654, section 4).
@@ -73,14 +72,14 @@ def effective_length(accuracy: Mapping[int, float], threshold: float = EFFECTIVE
 
 def run_recall(
     model: Path, *, teacher: Path | None, tasks: Sequence[str], contexts: Sequence[int], depths: Sequence[float],
-    num_samples: int, data: Sequence[str] = (), rope: str = "none", ablations: bool = True,
+    num_samples: int, data: Sequence[str] = (), rope: Sequence[str] = ("none",), ablations: bool = True,
     out: Path | None = None, device: str = "auto", dtype: str = "float32", backend: str = "auto",
-    chunk_tokens: int = 512, seed: int = 0, say: Say = print,
+    student_rope: bool = False, chunk_tokens: int = 512, seed: int = 0, say: Say = print,
 ) -> EvalRun:  # fmt: skip
     """Score the recall `tasks` (see `recall_tasks.TASKS`) at every context, the same prompts for every model.
 
     `num_samples` prompts are made for each task and context, for the needle as many at each of `depths`. `data` are
-    texts to hide things in, neutral sentences if none. `rope` as in `run_length`.
+    texts to hide things in, neutral sentences if none. `rope` and `student_rope` as in `run_length`.
 
     Raises:
         UserError: a folder, text, task, context or depth that is wrong, a context too short for a task, or `out`
@@ -90,21 +89,19 @@ def run_recall(
     contexts = require_contexts(contexts)
     require_tasks(tasks)
     require_depths(depths)
-    require_scaling(rope)
     for option, value in (("samples", num_samples), ("chunk-tokens", chunk_tokens)):
         if value < 1:
             raise UserError(f"--{option} {value}", "is out of range", "Use at least 1")
     if "needle" in tasks and not depths:
         raise UserError("--depths", "is empty", "Give at least one depth for the task needle")
-    readers = Readers(model, teacher, rope, contexts[-1], ablations, device, dtype, backend)
-    factor = readers.rope_factor()
+    readers = Readers(model, teacher, rope, contexts[-1], ablations, device, dtype, backend, student_rope)
     filler, tokenizer = read_filler(data), load_tokenizer(model)
     for task in tasks:  # a context that is too short is found out before any model is loaded
         make_example(task, tokenizer, contexts[0], seed=seed, sample=0, filler=filler)
     settings: dict[str, Any] = {
         "tasks": list(tasks), "contexts": contexts, "depths": list(depths), "num_samples": num_samples,
         "filler": [str(item) for item in data] or "neutral sentences", "filler_sentences": len(filler.sentences),
-        "rope": f"{rope} x{factor:g}" if factor else "none", "chunk_tokens": chunk_tokens, "device": device,
+        "rope": readers.describe_rope(), "chunk_tokens": chunk_tokens, "device": device,
         "dtype": dtype, "backend": backend,
     }  # fmt: skip
     session = Session(

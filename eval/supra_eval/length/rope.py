@@ -1,9 +1,9 @@
-"""The teacher with its rotary positions scaled, so that it may read past the context that it was trained at."""
+"""A model with its rotary positions scaled, so that it may read past the context that it was trained at."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,13 +14,12 @@ from supra.rope import ROPE_SCALINGS, RopeScaling, scaled_context, scaled_rope_p
 KINDS = ("none", *ROPE_SCALINGS)
 
 
-def teacher_rope_parameters(config: Any, kind: str, factor: float) -> dict[str, Any]:
-    """The `rope_parameters` that stretch the context of a softmax model κ = `factor` times; see `supra.rope`.
+def rope_parameters(config: Any, kind: str, factor: float) -> dict[str, Any]:
+    """The `rope_parameters` that stretch the context of a model κ = `factor` times; see `supra.rope`.
 
     Raises:
-        UserError: an unknown kind, or a model that comes with a scaling of its own.
+        UserError: a model that comes with a scaling of its own.
     """
-    require_scaling(kind)
     return scaled_rope_parameters(
         dict(config.rope_parameters or {}),
         RopeScaling(kind, factor),
@@ -30,24 +29,33 @@ def teacher_rope_parameters(config: Any, kind: str, factor: float) -> dict[str, 
     )
 
 
-def require_scaling(kind: str) -> None:
-    """UserError unless `kind` is one of `KINDS`."""
-    if kind not in KINDS:
-        hint = nearest(kind, KINDS)
-        mend = f"Did you mean {hint}? " if hint else ""
-        raise UserError(f"--rope {kind}", "is no scaling", f"{mend}Choose one of {', '.join(KINDS)}")
+def require_scalings(kinds: Sequence[str]) -> None:
+    """UserError unless `kinds` are `none` alone, or others of `KINDS`, each once."""
+    if not kinds:
+        raise UserError("--rope", "is empty", f"Choose among {', '.join(KINDS)}")
+    for kind in kinds:
+        if kind not in KINDS:
+            hint = nearest(kind, KINDS)
+            mend = f"Did you mean {hint}? " if hint else ""
+            raise UserError(f"--rope {kind}", "is no scaling", f"{mend}Choose among {', '.join(KINDS)}")
+    if len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1):
+        raise UserError(
+            f"--rope {','.join(kinds)}",
+            "names one twice, or none beside others",
+            "The plain one is always read",
+        )
 
 
 @contextmanager
 def scaled_rope(model: Any, kind: str, factor: float) -> Iterator[None]:
-    """Run a softmax `model` with its rotary positions scaled; its own are put back at the end.
+    """Run `model` with its rotary positions scaled; its own are put back at the end.
 
     Raises:
-        UserError: see `teacher_rope_parameters`.
+        UserError: see `rope_parameters`.
     """
     own_config, own_rotary = model.config, model.model.rotary_emb
     config = copy.deepcopy(own_config)
-    config.rope_parameters = teacher_rope_parameters(config, kind, factor)
+    config.rope_parameters = rope_parameters(config, kind, factor)
     # transformers warns unless this is κ times the trained context.
     config.max_position_embeddings = scaled_context(own_config.max_position_embeddings, factor)
     model.config = config

@@ -19,7 +19,6 @@ from .books import hash_of, read_books
 from .cost import DECODE_STEPS, measure_cost, memory_method
 from .horizon import decay_horizon, describe_horizon
 from .losses import Mean, by_last_mention, by_position, clustered, non_overlapping, read_losses, sliding
-from .rope import require_scaling
 from .session import TOKENS, Part, Readers, Say, Session, known_errors, require_contexts
 
 PROTOCOLS = ("non_overlapping", "sliding", "carried")
@@ -30,14 +29,15 @@ BATCH_TOKENS = 4096
 
 def run_length(
     model: Path, *, teacher: Path | None, data: list[str], contexts: Sequence[int], protocols: Sequence[str],
-    rope: str, max_sequences: int, ablations: bool, out: Path | None, device: str, dtype: str, backend: str,
-    chunk_tokens: int = 512, seed: int = 0, cost: bool = True, say: Say = print,
+    rope: Sequence[str], max_sequences: int, ablations: bool, out: Path | None, device: str, dtype: str, backend: str,
+    student_rope: bool = False, chunk_tokens: int = 512, seed: int = 0, cost: bool = True, say: Say = print,
 ) -> EvalRun:  # fmt: skip
     """Measure the student, its ablations, its untrained conversion and the teacher past the training length.
 
     The losses by position and by distance come from one read of `max_sequences` sequences of the longest context;
     `protocols` (see `PROTOCOLS`) adds perplexity at every context, `cost` state size, decode time and peak memory.
-    `rope` other than none adds the teacher with its positions scaled to the longest context.
+    Each of `rope` other than none adds the teacher with its positions scaled to the longest context, and with
+    `student_rope` the student likewise.
 
     Raises:
         UserError: a folder, text, context, protocol or scaling that is wrong, or `out` holds another evaluation.
@@ -45,16 +45,14 @@ def run_length(
     """
     contexts = require_contexts(contexts)
     _require_protocols(protocols, contexts)
-    require_scaling(rope)
     if chunk_tokens < 1:
         raise UserError(f"--chunk-tokens {chunk_tokens}", "is out of range", "Use at least 1")
-    readers = Readers(model, teacher, rope, contexts[-1], ablations, device, dtype, backend)
-    factor = readers.rope_factor()
+    readers = Readers(model, teacher, rope, contexts[-1], ablations, device, dtype, backend, student_rope)
     # A sliding window at the longest context still slides: its first windows end before the last ones.
     extra = (SLIDING_WINDOWS - 1) * SLIDING_STRIDE if "sliding" in protocols else 0
     ids, sources = read_books(data, load_tokenizer(model), contexts[-1] + extra, max_sequences)
     settings: dict[str, Any] = {
-        "contexts": contexts, "protocols": list(protocols), "rope": f"{rope} x{factor:g}" if factor else "none",
+        "contexts": contexts, "protocols": list(protocols), "rope": readers.describe_rope(),
         "sequences": ids.shape[0], "sources": sources, "tokens_hash": hash_of(ids), "chunk_tokens": chunk_tokens,
         "sliding": f"stride {SLIDING_STRIDE}, {SLIDING_WINDOWS} windows", "device": device,
         "cost": f"peak memory: {memory_method(resolve_device(device))}" if cost else "none",

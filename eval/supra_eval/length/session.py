@@ -18,11 +18,10 @@ from supra.errors import SupraError, UserError
 from supra_eval.contenders import Contender, contender_names, contenders, fingerprint
 from supra_eval.results import RESULTS_NAME, Curve, EvalRun, Grid, Score, read_run, refuse_others
 
-from .rope import scaled_rope, teacher_rope_parameters
+from .rope import require_scalings, rope_parameters, scaled_rope
 
 Say = Callable[[str], None]
 Part = Score | Curve | Grid
-ROPE_MODEL = "teacher_rope"
 TOKENS = "context (tokens)"
 # Settings that are found while measuring; the others decide the numbers.
 FOUND = ("fingerprints", "decay_horizon_tokens")
@@ -45,60 +44,81 @@ def require_contexts(contexts: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Readers:
-    """The models to be read, and how; `rope` scales the teacher's positions up to `longest` tokens."""
+    """The models to be read, and how.
+
+    Each of the scalings `rope` (`none`: none) is one more reading of the teacher, its positions scaled up to `longest`
+    tokens, and with `student_rope` one of the student.
+    """
 
     model: Path
     teacher: Path | None
-    rope: str
+    rope: Sequence[str]
     longest: int
     ablations: bool
     device: str
     dtype: str
     backend: str
+    student_rope: bool = False
 
     def __post_init__(self) -> None:
-        """UserError unless both are model folders."""
+        """UserError unless both are model folders, the scalings are known and the models have none of their own."""
         for folder in (self.model, self.teacher):
             if folder is not None:
                 require_model_folder(folder)
+        require_scalings(self.rope)
+        for name in ("teacher", "student"):
+            self.rope_factor(name)
 
-    def rope_factor(self) -> float | None:
-        """κ = longest / trained context of the scaled teacher, None where there is none to be read.
+    def rope_factor(self, name: str) -> float | None:
+        """κ = longest / trained context of a model that is also read scaled, None where it is not.
 
         Raises:
-            UserError: an unknown scaling, or a teacher that comes with its own.
+            UserError: a model that comes with a scaling of its own.
         """
-        if self.teacher is None or self.rope == "none":
+        scaled = {"teacher": self.teacher, "student": self.model if self.student_rope else None}
+        folder = scaled.get(name)
+        if folder is None or "none" in self.rope:
             return None
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(self.teacher, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
         factor = self.longest / int(config.max_position_embeddings)
-        teacher_rope_parameters(config, self.rope, factor)
+        for kind in self.rope:
+            rope_parameters(config, kind, factor)
         return factor if factor > 1 else None
+
+    def describe_rope(self) -> str:
+        """What is scaled, for the settings of a run."""
+        factors = {name: self.rope_factor(name) for name in ("teacher", "student")}
+        told = [f"{name} x{factor:g}" for name, factor in factors.items() if factor is not None]
+        return f"{', '.join(self.rope)}: {', '.join(told)}" if told else "none"
 
     def names(self) -> list[str]:
         """Names of the models, in the order in which they are read."""
-        names = list(contender_names(self.model, self.teacher, ablations=self.ablations))
-        return [names[0], ROPE_MODEL, *names[1:]] if self.rope_factor() else names
+        names = []
+        for name in contender_names(self.model, self.teacher, ablations=self.ablations):
+            names += [name, *(f"{name}_{kind}" for kind in self.rope if self.rope_factor(name))]
+        return names
 
     def load(self, say: Say) -> Iterator[Contender]:
-        """Yield each model ready to run; the scaled teacher is the teacher itself with other positions."""
-        factor = self.rope_factor()
-        if self.teacher is not None and self.rope != "none" and factor is None:
-            say(f"{ROPE_MODEL}: left out, the teacher was trained at {self.longest} tokens or more")
+        """Yield each model ready to run; a scaled one is the model itself with other positions."""
         wanted = contender_names(self.model, self.teacher, ablations=self.ablations)
         for contender in contenders(
             self.model, self.teacher, wanted,
             device=self.device, dtype=self.dtype, backend=self.backend, say=say,
         ):  # fmt: skip
             yield contender
-            if contender.name == "teacher" and factor is not None:
-                with scaled_rope(contender.model, self.rope, factor):
-                    how = f"{contender.runs_on} · rope {self.rope} x{factor:g}"
-                    say(f"{ROPE_MODEL}: {how}")
-                    digest = fingerprint(contender.model, ROPE_MODEL)
-                    yield Contender(ROPE_MODEL, contender.model, contender.tokenizer, digest, how)
+            factor = self.rope_factor(contender.name)
+            if factor is None and contender.name == "teacher" and "none" not in self.rope:
+                say(f"--rope: left out, the teacher was trained at {self.longest} tokens or more")
+            if factor is None:
+                continue
+            for kind in self.rope:
+                with scaled_rope(contender.model, kind, factor):
+                    name, how = f"{contender.name}_{kind}", f"{contender.runs_on} · rope {kind} x{factor:g}"
+                    say(f"{name}: {how}")
+                    digest = fingerprint(contender.model, name)
+                    yield Contender(name, contender.model, contender.tokenizer, digest, how)
 
 
 @dataclass

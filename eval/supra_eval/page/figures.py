@@ -24,7 +24,7 @@ from .tables import unit_of
 INK = "#010203"  # becomes `currentColor`, so that it is light on a dark page
 COLOURS = {
     "teacher": "#8a8f98",
-    "teacher_rope": "#0891b2",
+    "teacher_yarn": "#0891b2",
     "student": "#d9480f",
     "window_only": "#3b82f6",
     "linear_only": "#16a34a",

@@ -87,7 +87,7 @@ def column_of(run: EvalRun, role: str) -> Column:
 
 
 def is_teacher(role: str) -> bool:
-    """Whether a model is the teacher, as it is or changed (`teacher_rope`: with scaled positions)."""
+    """Whether a model is the teacher, as it is or changed (`teacher_yarn`: with scaled positions)."""
     return role == "teacher" or role.startswith("teacher_")
 
 
