@@ -39,12 +39,11 @@ def extrapolate(
                 f"--merge {other}", "is no folder", "Give folders that `supra extrapolate -o` wrote"
             )
     set_threads(threads)
-    from supra_eval.extrapolate.report import read_cells, write
+    from supra_eval.extrapolate.report import require_mergeable, write
     from supra_eval.extrapolate.sweep import run
     from supra_eval.grid import alone, num_finished, open_processes, share_of
 
-    for other in merge or []:
-        read_cells(other)  # hours before they are needed: a folder that cannot be read costs no run
+    require_mergeable(loaded, folder, merge or [])
     state = open_processes(device)
     say(f"{state.num_processes} processes · device {state.device}")
     for pair, reason in loaded.left_out().items():

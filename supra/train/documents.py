@@ -55,7 +55,8 @@ def read_rows(source: Source, data: Data, first: int = 0) -> Iterator[Row]:
     Those before it are passed over as cheaply as the format lets.
 
     Raises:
-        UserError: it cannot be read, a row has not the field, or it is plain text and should hold chats.
+        UserError: it cannot be read, a row has not the field, or it is plain text and should hold chats, or documents
+            beside the first.
     """
     option = "text_field" if data.messages_field is None else "messages_field"
     field = getattr(data, option)
@@ -66,7 +67,12 @@ def read_rows(source: Source, data: Data, first: int = 0) -> Iterator[Row]:
                 "is plain text and has no rows of messages",
                 "Name .jsonl or .parquet files or a dataset, or leave out data.messages_field.",
             )
-        if first == 0 and data.documents != "odd":
+        if data.documents == "odd":
+            raise UserError(
+                source.where, "is one document, the first, and documents: odd leaves it out",
+                "Hold out whole files instead (data.heldout), or read it without `documents`.",
+            )  # fmt: skip
+        if first == 0:
             yield Row(0, source.where, _read_text(source))
         return
     readers = {"jsonl": _read_jsonl, "parquet": _read_parquet, "mediawiki": _read_mediawiki}

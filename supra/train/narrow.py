@@ -10,17 +10,19 @@ from torch import nn
 from supra.config import TeacherWeights
 from supra.train.bits import bitsandbytes
 
-# nf4: 4 bits, and for each block of weights one fp32 scale. int8's scale for each row is not worth counting.
-_NF4_BLOCK = 64
+# nf4: 4 bits, and for each block of weights one scale, fp32 at most. int8's scale for each row is not worth counting.
+_NF4_BLOCK, _NF4_ROWS = 64, 32
 _BYTES_A_WEIGHT = {"bfloat16": 2.0, "int8": 1.0, "nf4": 0.5 + 4 / _NF4_BLOCK}
+# Activations beyond it are outliers, which LLM.int8() multiplies in half precision (arXiv 2208.07339, section 3.2).
+_OUTLIER = 6.0
 
 
 def narrow(model: nn.Module, weights: TeacherWeights) -> None:
     """Give the model's projections weights of their own, one at a time, as wide as `weights` says.
 
-    bf16: what autocast would make of them at every use, so not a bit of the model's output changes. int8: by row, with
-    outlying columns apart (LLM.int8(), arXiv 2208.07339). nf4: arXiv 2305.14314, section 3. The output layer stays as
-    it is in both, and in nf4 a projection whose rows are not whole blocks of 64.
+    bf16: what autocast would make of them at every use, so not a bit of the model's output changes. int8: weights and
+    activations by row, outlying columns of them apart (LLM.int8(), arXiv 2208.07339). nf4: arXiv 2305.14314, section 3.
+    The output layer stays as it is in both, and in nf4 a projection of other than whole blocks.
 
     Raises:
         UserError: bitsandbytes is not installed.
@@ -45,10 +47,10 @@ def narrowed_bytes(model: nn.Module, weights: TeacherWeights) -> dict[str, float
 def _is_narrowed(layer: nn.Module, name: str, weights: TeacherWeights) -> TypeGuard[nn.Linear]:
     if type(layer) is not nn.Linear:
         return False
-    # bitsandbytes packs rows of whole blocks alone on some CPUs, and fails on others.
-    return weights == "bfloat16" or (
-        name != "lm_head" and (weights == "int8" or layer.in_features % _NF4_BLOCK == 0)
-    )
+    if weights == "bfloat16" or name == "lm_head":
+        return weights == "bfloat16"
+    # bitsandbytes packs whole blocks alone on some CPUs, and fails on others.
+    return weights == "int8" or (layer.in_features % _NF4_BLOCK == 0 and layer.out_features % _NF4_ROWS == 0)
 
 
 def _copy(layer: nn.Linear, weights: TeacherWeights) -> nn.Module:
@@ -61,11 +63,17 @@ def _copy(layer: nn.Linear, weights: TeacherWeights) -> nn.Module:
         # Both quantise on their way to the device, from memory outside of it.
         data, options = layer.weight.detach().cpu(), {"bias": layer.bias is not None, "device": "meta"}
         if weights == "int8":
-            copy = bnb.nn.Linear8bitLt(in_features, out_features, has_fp16_weights=False, **options)
+            copy = bnb.nn.Linear8bitLt(
+                in_features, out_features, has_fp16_weights=False, threshold=_OUTLIER, **options
+            )
             copy.weight = bnb.nn.Int8Params(data, requires_grad=False, has_fp16_weights=False)
         else:
-            copy = bnb.nn.Linear4bit(in_features, out_features, quant_type="nf4", **options)
-            copy.weight = bnb.nn.Params4bit(data, requires_grad=False, quant_type="nf4", module=copy)
+            copy = bnb.nn.Linear4bit(
+                in_features, out_features, quant_type="nf4", compress_statistics=False, **options
+            )
+            copy.weight = bnb.nn.Params4bit(
+                data, requires_grad=False, quant_type="nf4", compress_statistics=False, module=copy
+            )
         copy.weight = copy.weight.to(layer.weight.device)
     if layer.bias is not None:
         copy.bias = layer.bias  # the student's own: a bias trains with its weight, and then gets a copy

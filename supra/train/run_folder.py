@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -34,7 +35,8 @@ def fingerprint(model_dir: Path) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of what decides the numbers."""
-    names = ("torch", "transformers", "accelerate", "peft", "safetensors", "tokenizers")
+    names = ["torch", "transformers", "accelerate", "peft", "safetensors", "tokenizers"]
+    names += [name for name in ("bitsandbytes",) if name in sys.modules]
     found = {name: metadata.version(name) for name in names}
     return {"supra": __version__, "python": platform.python_version(), **found}
 

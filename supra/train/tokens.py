@@ -76,12 +76,6 @@ def no_text(data: Data, sources: list[Source], num_short: int, longest: int) -> 
             f"all {num_short} documents are shorter, the longest has {longest} tokens",
             "Lower it, or name longer texts.",
         )
-    if data.documents == "odd":
-        return UserError(
-            "data.documents = odd",
-            f"no source of {len(sources)} has a second document with text",
-            "A text file is one document: hold out whole files instead (data.heldout).",
-        )
     return UserError("data", f"{len(sources)} sources hold no text", "Check data.train and data.text_field.")
 
 

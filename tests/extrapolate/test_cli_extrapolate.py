@@ -72,11 +72,18 @@ def test_a_mistake_is_named(tmp_path: Path, tiny: list[str], words: list[str], r
     assert isinstance(done.exception, UserError) and reason in str(done.exception)
 
 
-def test_a_folder_to_merge_is_read_before_anything_runs(tmp_path: Path, tiny: list[str]) -> None:
+def test_folders_to_merge_are_read_before_anything_runs(tmp_path: Path, tiny: list[str]) -> None:
+    few = [*tiny, "--set", "tasks={chain: {}}", "--set", "mixers=[linear]", "--set", "methods=[none]"]
+    assert call("small", "-o", str(tmp_path / "other"), *few).exit_code == 0
     (tmp_path / "empty").mkdir()
-    done = call("small", "-o", str(tmp_path / "runs"), *tiny, "--merge", str(tmp_path / "empty"))
-    assert isinstance(done.exception, UserError) and "holds no finished run" in str(done.exception)
-    assert not (tmp_path / "runs").exists()
+    for folder, changes, reason in (
+        ("empty", [], "holds no finished run"),
+        ("other", [], "holds chain, linear, none, seed 0, which"),
+        ("other", ["--set", "seeds=[1]", "--set", "test_sequences=8"], "differ in test_sequences"),
+    ):
+        done = call("small", "-o", str(tmp_path / "runs"), *few, *changes, "--merge", str(tmp_path / folder))
+        assert isinstance(done.exception, UserError) and reason in str(done.exception)
+        assert not (tmp_path / "runs").exists()
 
 
 def test_one_process_at_a_time_reads_the_runs_and_writes_the_page(

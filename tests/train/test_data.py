@@ -189,7 +189,7 @@ def test_half_of_the_documents_is_another_text(tiny: ModuleType, tmp_path: Path)
     }
     assert len(keys) == 3
     book = tiny.write_text(tmp_path / "book.txt", seed=4, num_words=60)
-    with pytest.raises(UserError, match="documents = odd: no source of 1 has a second document"):
+    with pytest.raises(UserError, match="is one document, the first, and documents: odd leaves it out"):
         load_tokens(Data(train=(str(book),), documents="odd"), tokenizer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ from supra.models import SupraForCausalLM
 from supra.train import checkpoint
 from supra.train.data import Batch
 from supra.train.moments import moments_bytes, moments_of
-from supra.train.narrow import narrowed_bytes
+from supra.train.narrow import narrow, narrowed_bytes
 from supra.train.optim import build_optimizer
 from supra.train.plan import dry_run
 from supra.train.teacher import build_teacher
@@ -106,6 +107,46 @@ def test_a_narrow_teacher_says_what_the_teacher_says(
     counted = sum(narrowed_bytes(student, weights).values())
     assert held == counted if weights != "nf4" else held == pytest.approx(counted * 0.5 / (0.5 + 4 / 64))
     assert all(torch.equal(p, untouched[name]) for name, p in student.named_parameters())
+
+
+def test_an_outlying_feature_does_not_flatten_the_others() -> None:
+    """LLM.int8() keeps columns of large activations apart; without that their row's scale would round all else away."""
+    layer = torch.nn.Linear(128, 64, bias=False)
+    hidden = torch.randn(8, 128)
+    hidden[:, 5] *= 200
+    wanted = layer(hidden).detach()
+    model = torch.nn.ModuleDict({"q_proj": layer})
+    narrow(model, "int8")
+    with torch.no_grad():
+        found = model["q_proj"](hidden)
+    assert float((found - wanted).norm() / wanted.norm()) <= 0.01  # 0.027 without
+
+
+@pytest.mark.parametrize(("rows", "columns", "copied"), [(64, 128, True), (48, 64, False), (64, 96, False)])
+def test_nf4_takes_whole_blocks(rows: int, columns: int, copied: bool) -> None:
+    model = torch.nn.ModuleDict(
+        {"up_proj": torch.nn.Linear(columns, rows), "lm_head": torch.nn.Linear(128, 64)}
+    )
+    own, hidden = model["up_proj"], torch.randn(3, columns)
+    counted = narrowed_bytes(model, "nf4")
+    narrow(model, "nf4")
+    assert (model["up_proj"] is not own) == copied == bool(counted)
+    with torch.no_grad():
+        error = (model["up_proj"](hidden) - own(hidden)).norm() / own(hidden).norm()
+    assert float(error) <= 0.2 * copied
+    if copied:
+        weight = model["up_proj"].weight
+        assert weight.nbytes + weight.quant_state.absmax.nbytes <= counted["up_proj.weight"]
+
+
+def test_a_run_with_int8_says_no_more_than_another(
+    tiny: ModuleType, tmp_path: Path, text_file: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = tiny.raw_recipe(text_file, tiny.stage(trainable="all", loss="kl"), teacher_weights="int8")
+    run_training(Recipe.model_validate(recipe), model_dir, tmp_path / "run")
+    assert not [record for record in caplog.records if record.name.startswith("bitsandbytes")]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["versions"]["bitsandbytes"]
+    assert "kernels" not in sys.modules or sys.modules["kernels"] is not None
 
 
 def test_a_narrow_teacher_stays_as_it_is_while_the_student_moves(

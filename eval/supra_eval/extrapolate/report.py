@@ -16,10 +16,11 @@ from supra_eval import grid
 
 from .methods import Method, Mixer, left_out
 from .plot import draw
-from .recipe import GRID, task_differences
+from .recipe import GRID, Extrapolation, task_differences
 
 UNITS = {"accuracy": "accuracy (%)", "exact match": "exact match (%)", "perplexity": "perplexity a byte"}
 FIELDS = ("name", "task", "metric", "train_tokens", "mixer", "method")  # in which runs of one row agree
+KEY = ("name", "task", "mixer", "method", "seed")  # of a run, among those of all folders
 REFERENCE = """\
 For reference, as the survey arXiv 2312.17044 gives them: perplexity on WikiText-103, trained at 512 tokens.
 
@@ -132,22 +133,7 @@ def write(folders: list[Path], out: Path) -> str:
         UserError: a folder without runs, two folders with the same run, or of one name and different recipes.
         SupraError: `out` cannot be written, or matplotlib is not installed.
     """
-    cells: list[dict[str, Any]] = []
-    keys: dict[tuple[Any, ...], Path] = {}
-    omitted: dict[str, str] = {}
-    recipes: dict[str, tuple[Path, dict[str, Any]]] = {}
-    for folder in folders:
-        recipe = _recipe(folder)
-        if recipe:
-            _require_same(folder, recipe, *recipes.setdefault(recipe["name"], (folder, recipe)))
-            omitted |= left_out(map(Mixer, recipe["mixers"]), map(Method, recipe["methods"]))
-        for cell in read_cells(folder):
-            key = tuple(cell[field] for field in ("name", "task", "mixer", "method", "seed"))
-            if key in keys:
-                twice = f"{cell['task']}, {cell['mixer']}, {cell['method']}, seed {cell['seed']}"
-                raise UserError(str(folder), f"holds {twice}, as {keys[key]} does", "Give one of them")
-            keys[key] = folder
-            cells.append(cell)
+    cells, omitted = gather(folders)
     rows = rows_of(cells)
     baselines: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for cell in cells:
@@ -166,6 +152,54 @@ def write(folders: list[Path], out: Path) -> str:
             str(out), f"cannot be written ({error.strerror or error})", "Choose another place with -o"
         ) from error
     return page
+
+
+def gather(folders: list[Path]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Every run in `folders`, and what their recipes left out with the reason.
+
+    Raises:
+        UserError: a folder without runs, two folders with the same run, or of one name and different recipes.
+    """
+    cells: list[dict[str, Any]] = []
+    keys: dict[tuple[Any, ...], Path] = {}
+    omitted: dict[str, str] = {}
+    recipes: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for folder in folders:
+        recipe = _recipe(folder)
+        if recipe:
+            _require_same(folder, recipe, *recipes.setdefault(recipe["name"], (folder, recipe)))
+            omitted |= left_out(map(Mixer, recipe["mixers"]), map(Method, recipe["methods"]))
+        for cell in read_cells(folder):
+            key = tuple(cell[field] for field in KEY)
+            if key in keys:
+                raise UserError(str(folder), f"holds {_told(cell)}, as {keys[key]} does", "Give one of them")
+            keys[key] = folder
+            cells.append(cell)
+    return cells, omitted
+
+
+def require_mergeable(recipe: Extrapolation, out: Path, folders: list[Path]) -> None:
+    """What `write` would refuse of `folders` beside the runs of `recipe` in `out`, before these begin.
+
+    Raises:
+        UserError: see `gather`.
+    """
+    cells, _ = gather(folders)
+    mine = recipe.model_dump(mode="json")
+    for folder in folders:
+        theirs = _recipe(folder)
+        if theirs.get("name") == recipe.name:
+            _require_same(folder, theirs, out, mine)
+    own = {(recipe.name, cell.task, cell.mixer, cell.method, cell.seed) for cell in recipe.cells()}
+    for cell in cells:
+        if tuple(cell[field] for field in KEY) in own:
+            raise UserError(
+                "--merge", f"holds {_told(cell)}, which {out} is to hold too", "Leave out one of them"
+            )
+
+
+def _told(cell: dict[str, Any]) -> str:
+    return f"{cell['task']}, {cell['mixer']}, {cell['method']}, seed {cell['seed']}"
 
 
 def _recipe(folder: Path) -> dict[str, Any]:
