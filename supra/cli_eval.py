@@ -103,6 +103,14 @@ Protocols = Annotated[
         help="How --length scores every context: non_overlapping, sliding (16 reads of the context), carried, or none.",
     ),
 ]
+Cost = Annotated[
+    bool,
+    typer.Option(
+        "--cost/--no-cost",
+        rich_help_panel=LENGTH,
+        help="Of --length: memory and time by context too, for which every model reads the contexts once more.",
+    ),
+]
 BlockTokens = Annotated[
     int | None,
     typer.Option(
@@ -133,7 +141,7 @@ ChunkTokens = Annotated[
 ONLY_FOR = {
     "tasks": {"num_fewshot", "chat", "split", "truncate", "contexts", "limit", "seed", "batch_size", "batch_tokens",
               "chunk_tokens"},
-    "length": {"contexts", "rope", "student_rope", "protocols", "limit", "seed", "chunk_tokens"},
+    "length": {"contexts", "rope", "student_rope", "cost", "protocols", "limit", "seed", "chunk_tokens"},
     "perplexity": {"block_tokens", "max_tokens", "documents"},
 }  # fmt: skip
 
@@ -156,7 +164,7 @@ def evaluate(
     tasks: Tasks = None, num_fewshot: NumFewshot = None, chat: Chat = False, split: Split = "validation",
     truncate: Truncate = "middle",
     length: Length = False, recall: Recall = None, contexts: Contexts = None, rope: Rope = "yarn",
-    student_rope: StudentRope = False,
+    student_rope: StudentRope = False, cost: Cost = True,
     protocols: Protocols = "non_overlapping,sliding,carried",
     block_tokens: BlockTokens = None, max_tokens: MaxTokens = 32768,
     documents: Documents = "all",
@@ -197,7 +205,7 @@ def evaluate(
     elif length or recall:
         runs = kinds.score_length(
             model, teacher, data or [], length=length, recall=_names(recall), contexts=lengths, rope=_names([rope]),
-            student_rope=student_rope,
+            student_rope=student_rope, cost=cost,
             protocols=() if protocols == "none" else _names([protocols]), limit=limit, ablations=ablations, seed=seed,
             out=out, machine=machine, say=say,
         )  # fmt: skip

@@ -109,8 +109,8 @@ def score_tasks(
 
 def score_length(
     model: Path, teacher: Path | None, data: list[str], *, length: bool, recall: Sequence[str],
-    contexts: Sequence[int], rope: Sequence[str], student_rope: bool, protocols: Sequence[str], limit: int | None,
-    ablations: bool, seed: int,
+    contexts: Sequence[int], rope: Sequence[str], student_rope: bool, cost: bool,
+    protocols: Sequence[str], limit: int | None, ablations: bool, seed: int,
     out: Path | None, machine: Machine, say: Say,
 ) -> list[EvalRun]:  # fmt: skip
     """Losses, memory and time past the training length, and generated recall tasks; plots beside their results.
@@ -136,7 +136,7 @@ def score_length(
     if length:
         runs.append(
             run_length(
-                model, data=data, protocols=protocols, max_sequences=limit or MAX_SEQUENCES,
+                model, data=data, protocols=protocols, cost=cost, max_sequences=limit or MAX_SEQUENCES,
                 out=_place(out, "length"), **common,
             )
         )  # fmt: skip
