@@ -182,6 +182,8 @@ def evaluate(
     named = _names(tasks)
     lengths = _numbers(contexts)
     refuse_without_effect(context, "tasks" if named else "length" if length or recall else "perplexity")
+    if not cost and not length:
+        raise UserError("--no-cost", "has an effect on --length alone", "Leave it out")
     if named and (length or recall):
         raise UserError("--tasks", "does not go with --length or --recall", "Run them one after the other")
     if not (named or recall or data or length):

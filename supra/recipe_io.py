@@ -130,6 +130,16 @@ def nearest(word: str, candidates: typing.Iterable[str]) -> str | None:
     return starts[0] if starts else None
 
 
+def require_known(values: typing.Iterable[str], known: typing.Iterable[str], what: str) -> None:
+    """UserError that names the first of `values` that is not `known`, and the one most like it."""
+    names = list(known)
+    for value in values:
+        if value not in names:
+            hint = nearest(value, names)
+            mend = f"Did you mean {hint}? " if hint else ""
+            raise UserError(f"{what} {value}", "is unknown", f"{mend}Choose among {', '.join(names)}")
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

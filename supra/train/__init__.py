@@ -3,6 +3,7 @@
 The names below load on first use, so that reading texts (`supra.train.documents`) does not wait for peft.
 """
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +11,9 @@ if TYPE_CHECKING:
     from supra.train.plan import dry_run as dry_run
     from supra.train.tracking import read_metrics as read_metrics
     from supra.train.trainer import run_training as run_training
+
+# It speaks of every product in int8, and of kernels that it does not find; peft imports it, where it is installed.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 _HOMES = {
     "DivergedError": "divergence",

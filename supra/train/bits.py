@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from typing import Any
 
 from supra.config import Recipe
@@ -22,22 +20,15 @@ def require_bitsandbytes(recipe: Recipe) -> None:
 
 
 def bitsandbytes(what: str) -> Any:
-    """The module, imported for `what`; what it says at every product is left out.
+    """The module, imported for `what`.
 
     Raises:
         UserError: it is not installed.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # Where the package `kernels` is installed, importing it would fetch compiled code from the hub.
-    hidden = {name: sys.modules[name] for name in ("kernels",) if name in sys.modules}
-    sys.modules["kernels"] = None  # type: ignore[assignment]
     try:
         import bitsandbytes as module
     except ImportError:
         raise UserError(
             what, "bitsandbytes is not installed", "Run: pip install 'bitsandbytes>=0.50'"
         ) from None
-    finally:
-        del sys.modules["kernels"]
-        sys.modules |= hidden
     return module

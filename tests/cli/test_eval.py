@@ -45,6 +45,9 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "blocks for tasks": (["eval", "s", "--tasks", "piqa", "--block-tokens", "8"], "--block-tokens: has no effect"),
     "an unknown protocol": (
         ["eval", "s", "--length", "--data", "x", "--contexts", "512", "--protocols", "slidng"], "Did you mean sliding"),
+    "no cost of recall": (["eval", "s", "--recall", "passkey", "--no-cost"], "--no-cost: has an effect on --length"),
+    "a student under no scaling": (
+        ["eval", "s", "--length", "--data", "x", "--rope", "none", "--student-rope"], "Name some with --rope"),
     "protocols for tasks": (["eval", "s", "--tasks", "piqa", "--protocols", "none"], "--protocols: has no effect"),
     "a file as -o": (["eval", "s", "--data", "x", "-o", "s/config.json"], "is a file"),
     "two places for tasks": (["eval", "s", "--tasks", "piqa", "--data", "a", "--data", "b"], "more than once"),

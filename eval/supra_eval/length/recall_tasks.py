@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from supra.errors import UserError
-from supra.recipe_io import nearest
+from supra.recipe_io import require_known
 
 from .filler import Filler, count_tokens, fit, made_up_words
 
@@ -249,11 +249,7 @@ def require_tasks(tasks: Sequence[str]) -> None:
     """UserError that names the first unknown task and the one most like it."""
     if not tasks:
         raise UserError("--tasks", "is empty", f"Choose among {', '.join(TASKS)}")
-    for task in tasks:
-        if task not in TASKS:
-            hint = nearest(task, TASKS)
-            mend = f"Did you mean {hint}? " if hint else ""
-            raise UserError(f"task {task}", "is unknown", f"{mend}Choose among {', '.join(TASKS)}")
+    require_known(tasks, TASKS, "task")
 
 
 def require_depths(depths: Sequence[float]) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from supra.errors import UserError
-from supra.recipe_io import nearest
+from supra.recipe_io import require_known
 from supra.rope import ROPE_SCALINGS, RopeScaling, scaled_context, scaled_rope_parameters
 
 KINDS = ("none", *ROPE_SCALINGS)
@@ -33,11 +33,7 @@ def require_scalings(kinds: Sequence[str]) -> None:
     """UserError unless `kinds` are `none` alone, or others of `KINDS`, each once."""
     if not kinds:
         raise UserError("--rope", "is empty", f"Choose among {', '.join(KINDS)}")
-    for kind in kinds:
-        if kind not in KINDS:
-            hint = nearest(kind, KINDS)
-            mend = f"Did you mean {hint}? " if hint else ""
-            raise UserError(f"--rope {kind}", "is no scaling", f"{mend}Choose among {', '.join(KINDS)}")
+    require_known(kinds, KINDS, "--rope")
     if len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1):
         raise UserError(
             f"--rope {','.join(kinds)}",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from supra.errors import UserError
 from supra.loading import load_tokenizer, resolve_device
-from supra.recipe_io import nearest
+from supra.recipe_io import require_known
 from supra_eval.contenders import ABLATIONS, Contender
 from supra_eval.results import Curve, EvalRun, Score
 
@@ -85,11 +85,7 @@ def run_length(
 
 
 def _require_protocols(protocols: Sequence[str], contexts: Sequence[int]) -> None:
-    for name in protocols:
-        if name not in PROTOCOLS:
-            hint = nearest(name, PROTOCOLS)
-            mend = f"Did you mean {hint}? " if hint else ""
-            raise UserError(f"--protocols {name}", "is unknown", f"{mend}Choose among {', '.join(PROTOCOLS)}")
+    require_known(protocols, PROTOCOLS, "--protocols")
     if "sliding" in protocols and contexts[0] <= SLIDING_STRIDE:
         raise UserError(
             f"--contexts {contexts[0]}",

@@ -66,6 +66,10 @@ class Readers:
             if folder is not None:
                 require_model_folder(folder)
         require_scalings(self.rope)
+        if self.student_rope and "none" in self.rope:
+            raise UserError(
+                "--student-rope", "has no scaling to read the student with", "Name some with --rope"
+            )
         for name in ("teacher", "student"):
             self.rope_factor(name)
 
@@ -75,9 +79,8 @@ class Readers:
         Raises:
             UserError: a model that comes with a scaling of its own.
         """
-        scaled = {"teacher": self.teacher, "student": self.model if self.student_rope else None}
-        folder = scaled.get(name)
-        if folder is None or "none" in self.rope:
+        folder = self._scaled().get(name)
+        if folder is None:
             return None
         from transformers import AutoConfig
 
@@ -86,6 +89,13 @@ class Readers:
         for kind in self.rope:
             rope_parameters(config, kind, factor)
         return factor if factor > 1 else None
+
+    def _scaled(self) -> dict[str, Path]:
+        """The models that are to be read scaled as well."""
+        if "none" in self.rope:
+            return {}
+        teacher = {} if self.teacher is None else {"teacher": self.teacher}
+        return teacher | ({"student": self.model} if self.student_rope else {})
 
     def describe_rope(self) -> str:
         """What is scaled, for the settings of a run."""
@@ -109,9 +119,11 @@ class Readers:
         ):  # fmt: skip
             yield contender
             factor = self.rope_factor(contender.name)
-            if factor is None and contender.name == "teacher" and "none" not in self.rope:
-                say(f"--rope: left out, the teacher was trained at {self.longest} tokens or more")
             if factor is None:
+                if contender.name in self._scaled():
+                    say(
+                        f"--rope: left out, the {contender.name} was trained at {self.longest} tokens or more"
+                    )
                 continue
             for kind in self.rope:
                 with scaled_rope(contender.model, kind, factor):
